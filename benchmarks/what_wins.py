@@ -34,7 +34,7 @@ from pathlib import Path
 from regard.lab.training import comparison
 from regard.lab.training.experiment import Experiment, get
 from regard.lab.training.results import SHIPPED, collect
-from regard.lab.training.trials import variants
+from regard.lab.training.trials import attention
 
 PARTS = {
     "small": ("variants", "variants-translation"),
@@ -92,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def list_variants() -> None:
     """Print every variant and its options."""
-    for name, chosen in variants.attentions(keys=128).items():
+    for name, chosen in attention.attentions(keys=128).items():
         print(f"{name:16} {chosen}")
 
 
@@ -154,11 +154,21 @@ def choose_variants(
         path = options.out / "variants.json"
         if not path.exists():
             raise SystemExit(f"large takes the best of small: run small first (no {path}), or pass --only")
-        best = [name for name in comparison.rank(json.loads(path.read_text(encoding="utf-8"))) if name in known]
+        best = [name for name in rank(json.loads(path.read_text(encoding="utf-8"))) if name in known]
         chosen = [comparison.BASE, *best[:BEST]]
         reason = f"not among the {BEST} best of the character model"
     say(options, f"{part}: {', '.join(chosen)}")
     return chosen, {name: reason for name in known if name not in chosen}
+
+
+def rank(result: dict, base: str = comparison.BASE) -> list[str]:
+    """Return the variants but the base, best mean of the metric first; those with a diverged run last."""
+    better = 1 if comparison.is_lower_better(result) else -1
+    told = result["summary"]
+    return sorted(
+        (name for name in told if name != base),
+        key=lambda name: (told[name]["diverged"], better * told[name].get(result["metric"], {"mean": 0.0})["mean"]),
+    )
 
 
 def start(names: Sequence[str], variant: str, options: argparse.Namespace) -> subprocess.Popen:

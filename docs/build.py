@@ -21,7 +21,7 @@ import regard
 from regard import lab, listing
 from regard.lab import training
 from regard.lab.claim import NOTES
-from regard.lab.explorer.export import render
+from regard.lab.explorer.command import render
 from regard.lab.figure import Figure
 from regard.lab.mathml import formula_line, mathml
 from regard.lab.page import ROLES, VERDICTS
@@ -56,7 +56,7 @@ def pages() -> dict[str, str]:
     for note in NOTES:
         made[f"claims/note-{note}.md"] = claims_of(note)
     for name, result in results().items():
-        made[f"claims/{name}.svg"] = result.finding.figure().svg(400, 240)
+        made[f"claims/{name}.svg"] = result.finding.figure.svg(400, 240)
     for name, figure in trained().items():
         made[f"training/{name}.svg"] = figure.svg(420, 260)
     for name in regard.normalizers.names():
@@ -91,8 +91,8 @@ programs; `--seed 7` draws other numbers and gives the same verdicts.
 
 ## Add one
 
-A claim is one file `regard/lab/claims/my_claim.py` that defines `claim = Claim(id="my-claim", …)`: its statement,
-its derivation in LaTeX, the rule in words, and `measure(sampler)`, which returns a `Finding`, a list of checks.
+A claim is one file `regard/lab/claims/my_claim.py` that defines `measure(sampler)` under `@claim(…)`, which names the
+statement, its derivation in LaTeX and the rule in words. `measure` returns a `Finding`, a list of checks.
 Checks of the claim itself decide between right and wrong; those marked `.beyond()` lie outside the condition that the
 finding names, and those marked `.ours()` compare our own derivation with the measurement. Nothing else needs an edit.
 """
@@ -119,7 +119,7 @@ def claim_section(result: lab.Result) -> str:
 
 <div class="derivation">{formulas}</div>
 
-![{bracket(finding.figure().alt)}]({claim.id}.svg)
+![{bracket(finding.figure.alt)}]({claim.id}.svg)
 
 {remarks_text}
 
@@ -269,7 +269,7 @@ def times_table(name: str) -> str:
 def _typeset(text: str, depth: str) -> str:
     def figure(match):
         name = match[1]
-        return f"![{bracket(results()[name].finding.figure().alt)}]({depth}claims/{name}.svg)"
+        return f"![{bracket(results()[name].finding.figure.alt)}]({depth}claims/{name}.svg)"
 
     def course(match):
         return f"![{bracket(trained()[match[1]].alt)}]({depth}training/{match[1]}.svg)"

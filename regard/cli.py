@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import importlib
 import os
 import sys
@@ -39,7 +38,7 @@ COMMANDS = {
     "timeline": Command("regard.health.commands.timeline", "draw what a Monitor's file says about a training"),
     "lab": Command("regard.lab.command", "test the claims about attention", "lab"),
     "lab train": Command("regard.lab.training.command", "train the models behind the claims that need training", "lab"),
-    "explore": Command("regard.lab.explorer.command", "explore attention interactively in the browser", "lab"),
+    "explore": Command("regard.lab.explorer.command", "explore attention interactively in the browser"),
     "bench": Command("regard.bench", "time rows and attention against torch on this machine"),
     "bench accuracy": Command("regard.bench.accuracy", "measure errors against float64 and hold them to the budget"),
     "list": Command("regard.listing", "list the normalisers: formula, sum, sparsity, paper"),
@@ -60,7 +59,6 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status: 0, 2 for a bad command line, 130 after Ctrl-C."""
-    _open_closed_streams()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without α prints ?, it does not fail
     try:
@@ -76,27 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `regard list | head -1`
-        _discard_output()
+    except BrokenPipeError:  # `regard list | head -1`: what is still in the buffer goes to the null device
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _discard_output()
-        print(f"regard: the output cannot be written: {error.strerror}; make room", file=sys.stderr)
-        return 1
-
-
-def _open_closed_streams() -> None:
-    """Redirect standard streams that are closed (`regard list >&-`) to the null device."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 – as long as the process lives
-
-
-def _discard_output() -> None:
-    """Redirect standard output to the null device, for what is still in its buffer."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_command(argv: list[str]) -> int:

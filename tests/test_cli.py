@@ -4,9 +4,9 @@ import io
 import json
 import os
 import pty
-import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 
 from regard import bench, cli, listing, normalizers
 from regard.bench import attention, measure, rows
-from regard.bench.measure import Case, Result, Target
+from regard.bench.measure import Case, Result
 from regard.table import Table
 
 FUSED = [name for name in normalizers.names() if normalizers.get(name).fused]
@@ -164,12 +164,6 @@ def test_ctrl_c_ends_with_130_and_no_traceback(command, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_a_full_disk_is_one_line():
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "regard", "list"], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "No space left" in done.stderr
-
-
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_pipe_is_no_error(unbuffered):
     read, write = os.pipe()
@@ -184,12 +178,6 @@ def test_a_terminal_without_greek_still_lists():
     found = run("list", PYTHONIOENCODING="ascii")
     assert found.returncode == 0, found.stderr
     assert "softmax1" in found.stdout
-
-
-def test_a_closed_standard_output_is_no_error():
-    command = f"{shlex.quote(sys.executable)} -m regard list >&-"
-    found = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (found.returncode, found.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -211,26 +199,14 @@ def test_a_broken_normalizer_of_the_environment_is_one_line(tmp_path, monkeypatc
     assert (told.out, told.err.count("\n")) == ("", 1) and complaint in told.err
 
 
-def test_targets_judge_times_and_speeds():
-    times = {"regard": 2.0, "torch": 1.0, "entmax": 60.0}
-    assert Target("torch", 2.0).reached(Target("torch", 2.0).ratio(times)) is True
-    assert Target("torch", 1.9).describe(times) == "2× torch (≤ 1.9 ✗)"
-    assert Target("entmax", 25.0, at_least=True).describe(times) == "30× as fast as entmax (≥ 25 ✓)"
-    assert Target("torch").reached(2.0) is None
-
-
-def fake_case(**candidates):
-    return Case("work", lambda: candidates, [Target("torch", 2.0)], unit="MiB")
-
-
 def test_bench_measures_each_candidate_and_survives_a_failing_one():
-    [result] = measure.run([fake_case(regard=lambda: 3.0, torch=lambda: 2.0, other=lambda: 1 / 0)], "cpu")
-    assert result.values == {"regard": 3.0, "torch": 2.0}
+    candidates = dict(regard=lambda: None, torch=lambda: None, other=lambda: 1 / 0)
+    [result] = measure.run([Case("work", lambda: candidates)], "cpu", rounds=1)
+    assert set(result.values) == {"regard", "torch"}
     assert result.failures == {"other": "ZeroDivisionError: division by zero"}
-    assert result.as_dict()["ratios"] == [dict(against="torch", of="time", ratio=1.5, target=2.0, reached=True)]
-    table = measure.table([result], "title")
-    assert table.columns == ["work", "regard", "torch", "other", "ratio (target)"]
-    assert table.rows == [["work", "3 MiB", "2 MiB", "failed", "1.5× torch (≤ 2 ✓)"]]
+    table = measure.table([replace(result, values={"regard": 3e-3, "torch": 2e-3})], "title")
+    assert table.columns == ["work", "regard", "torch", "other", "regard's time"]
+    assert table.rows == [["work", "3 ms", "2 ms", "failed", "1.5× torch"]]
 
 
 def test_what_bench_times_on_a_cpu_runs_and_agrees(monkeypatch):
@@ -240,8 +216,7 @@ def test_what_bench_times_on_a_cpu_runs_and_agrees(monkeypatch):
     tiny = attention.Shape(1, 2, 16, 8, causal=True)
     found = [(case.work, case.prepare()) for case in rows.cases("cpu", quick=True)]
     for case in attention.cases("cpu", quick=True):
-        if isinstance(case.prepare, partial):
-            found.append((case.work, partial(case.prepare.func, **{**case.prepare.keywords, "shape": tiny})()))
+        found.append((case.work, partial(case.prepare.func, **{**case.prepare.keywords, "shape": tiny})()))
     assert len(found) >= 2 * len(FUSED) + 4
     for work, candidates in found:
         made = {name: candidate() for name, candidate in candidates.items()}
@@ -271,21 +246,21 @@ def tiny_bench(monkeypatch):
 
 
 def test_bench_prints_and_writes_its_tables(tiny_bench, tmp_path, capsys):
-    tiny_bench["rows"] = [Result("softmax", {"regard": 1e-3, "torch": 2e-3}, {}, [Target("torch", 1.1)])]
-    tiny_bench["attention"] = [Result("causal", {"regard": 4e-3, "torch": 2e-3}, {}, [Target("torch", 1.5)])]
+    tiny_bench["rows"] = [Result("softmax", {"regard": 1e-3, "torch": 2e-3}, {})]
+    tiny_bench["attention"] = [Result("causal", {"regard": 4e-3, "torch": 2e-3}, {})]
     written = tmp_path / "cpu.md"
     assert cli.main(["bench", "--device", "cpu", "--markdown", str(written)]) == 0
     out = capsys.readouterr().out
-    assert "0.5× torch (≤ 1.1 ✓)" in out
-    assert "2× torch (≤ 1.5 ✗)" in out
+    assert "0.5× torch" in out
+    assert "2× torch" in out
     text = written.read_text(encoding="utf-8")
     assert "- torch: " in text
     assert "- commit: " in text
-    assert "| causal | 4 ms | 2 ms | 2× torch (≤ 1.5 ✗) |" in text
+    assert "| causal | 4 ms | 2 ms | 2× torch |" in text
 
 
 def test_bench_json(tiny_bench, capsys):
-    tiny_bench["rows"] = [Result("softmax", {"regard": 1e-3, "torch": 2e-3}, {}, [Target("torch", 1.1)])]
+    tiny_bench["rows"] = [Result("softmax", {"regard": 1e-3, "torch": 2e-3}, {})]
     assert cli.main(["bench", "rows", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rows"][0]["values"] == {"regard": 1.0, "torch": 2.0}
@@ -295,7 +270,7 @@ def test_bench_json(tiny_bench, capsys):
 
 @pytest.mark.parametrize(("load", "warns"), [(0.05, False), (1.5, True)])
 def test_bench_says_when_the_machine_was_busy(tiny_bench, capsys, monkeypatch, load, warns):
-    tiny_bench["rows"] = [Result("softmax", {"regard": 1e-3, "torch": 2e-3}, {}, [Target("torch", 1.1)])]
+    tiny_bench["rows"] = [Result("softmax", {"regard": 1e-3, "torch": 2e-3}, {})]
     monkeypatch.setattr(bench.os, "getloadavg", lambda: (load, 0.0, 0.0))
     assert cli.main(["bench", "rows", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
@@ -303,13 +278,13 @@ def test_bench_says_when_the_machine_was_busy(tiny_bench, capsys, monkeypatch, l
 
 
 def test_bench_fails_when_regard_itself_failed(tiny_bench, capsys):
-    tiny_bench["rows"] = [Result("softmax", {"torch": 2e-3}, {"regard": "RuntimeError: no"}, [Target("torch", 1.1)])]
+    tiny_bench["rows"] = [Result("softmax", {"torch": 2e-3}, {"regard": "RuntimeError: no"})]
     assert cli.main(["bench", "rows", "--device", "cpu"]) == 1
     assert "RuntimeError: no" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["rows", "attention"])
-def test_bench_cases_cover_what_the_targets_speak_of(part):
+def test_bench_cases_cover_every_normaliser_and_the_statistics(part):
     module = {"rows": rows, "attention": attention}[part]
     work = [case.work for case in module.cases("cpu", quick=False)]
     if part == "rows":
@@ -320,18 +295,6 @@ def test_bench_cases_cover_what_the_targets_speak_of(part):
     else:
         assert any("softmax + all statistics, forward B1 H8 N2048 d64 causal" in line for line in work)
     assert len(module.cases("cpu", quick=True)) < len(work)
-
-
-def test_bench_on_a_gpu_asks_for_shares_of_a_copy_and_of_cudnn():
-    cases = [*rows.cases("cuda", quick=False), *attention.cases("cuda", quick=False)]
-    found = {case.work: case.targets for case in cases}
-    for work, against, limit in [
-        ("softmax forward bfloat16 2097152 × 256", "copy", 0.85),
-        ("entmax15 backward float32 4096 × 65536", "copy", 0.6),
-        ("softmax + all statistics, forward B1 H32 N16384 d64 full", "torch cuDNN", 0.75),
-        ("entmax15, forward B4 H16 N4096 d128 full", "AdaSplash", 1.0),
-    ]:
-        assert Target(against, limit, at_least=True) in found[work]
 
 
 def test_table_goes_to_the_file_given():

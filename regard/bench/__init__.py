@@ -1,7 +1,7 @@
 """The command `regard bench [rows | attention]`: times against torch and others on this machine.
 
 Every case runs its candidates alternately, round after round, and compares medians within the run, because a busy
-machine slows all of them alike. Ratios are printed beside the project's targets, with whether they were reached.
+machine slows all of them alike.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from regard.bench import measure
-from regard.bench import options as shared
+from regard.table import Table
 
 PARTS = ("rows", "attention")
 IDLE = 0.5  # load average, at most, of a quiet machine
@@ -23,12 +25,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("part", nargs="?", choices=PARTS, help="one of them; both by default")
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds, for a rough result")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    shared.arguments(parser)
+    add_shared_arguments(parser)
+
+
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --device and --markdown, which `regard bench accuracy` has too."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default the GPU where there is one")
+    parser.add_argument("--markdown", metavar="FILE", type=Path, help="also write the tables there")
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the cases and print their table; return 1 if regard failed in one of them."""
-    device = shared.check(options)
+    device = choose_device(options)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     results = {part: run(part, device, options.quick) for part in PARTS if options.part in (None, part)}
     machine = measure.machine(device) | {"load before": f"{load:.2f}"}
@@ -40,9 +48,8 @@ def main(options: argparse.Namespace) -> int:
         for table in tables:
             table.show()
         print("; ".join(f"{key} {value}" for key, value in machine.items()))
-    if options.markdown is not None:
-        words = [word for word in (options.part, options.quick and "--quick") if word]
-        shared.write_page(options.markdown, " ".join(["regard bench", *words]), machine, tables)
+    words = [word for word in (options.part, options.quick and "--quick") if word]
+    write_page(options, " ".join(["regard bench", *words]), machine, tables)
     if load > IDLE:
         print(f"the load average was {load:.2f} at the start; repeat on a quiet machine", file=sys.stderr)
     failures = [result for found in results.values() for result in found if "regard" in result.failures]
@@ -57,3 +64,28 @@ def run(part: str, device: str, quick: bool) -> list[measure.Result]:
 
     cases = {"rows": rows, "attention": attention}[part].cases(device, quick)
     return measure.run(cases, device, rounds=3 if quick else 15, label=part)
+
+
+def choose_device(options: argparse.Namespace) -> str:
+    """Return the device; end the command before any work if an option cannot be used."""
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        options.fail("argument --device: torch finds no CUDA device here; use --device cpu")
+    page = options.markdown
+    if page is not None:
+        if not page.parent.is_dir():
+            options.fail(f"argument --markdown: no folder {str(page.parent)!r}; make it first")
+        if page.is_dir():
+            options.fail(f"argument --markdown: {str(page)!r} is a folder; name a file in it")
+        if not os.access(page if page.exists() else page.parent, os.W_OK):
+            options.fail(f"argument --markdown: {str(page)!r} cannot be written")
+    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def write_page(options: argparse.Namespace, command: str, machine: dict[str, str], tables: Sequence[Table]) -> None:
+    """Write the machine and the tables of a command to the file of --markdown, if there is one."""
+    if options.markdown is not None:
+        about = [f"- {key}: {value}" for key, value in machine.items()]
+        text = [f"# `{command}`", "", *about, *(f"\n{table.markdown()}" for table in tables)]
+        options.markdown.write_text("\n".join(text) + "\n", encoding="utf-8")

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 import regard
-from regard import normalizers, statistics
-from regard.bench import measure as machine
-from regard.bench import options as shared
+from regard import bench, normalizers, statistics
+from regard.bench.measure import machine
 from regard.table import Table
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -54,18 +53,17 @@ class Entry:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--quick", action="store_true", help="no rows of a million keys")
-    shared.arguments(parser)
+    bench.add_shared_arguments(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure and print the errors; return 1 if one is over budget."""
-    device = shared.check(options)
+    device = bench.choose_device(options)
     entries = measure(device, options.quick)
     tables = [table(entries, names, title) for title, names in PARTS.items()]
     for part in tables:
         part.show()
-    if options.markdown is not None:
-        shared.write_page(options.markdown, "regard bench accuracy", machine.machine(device), tables)
+    bench.write_page(options, "regard bench accuracy", machine(device), tables)
     broken = [entry for entry in entries if not entry.is_within_budget]
     for entry in broken:
         what = f"{entry.what} ({entry.which})" if entry.which else entry.what

@@ -1,4 +1,4 @@
-"""Cases of `regard bench attention`: outputs and statistics against torch's backends, FlexAttention and AdaSplash."""
+"""Cases of `regard bench attention`: outputs and statistics against torch's backends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from regard.bench import memory
-from regard.bench.measure import Case, Target
-
-MEMORY_BUDGET = 256.0  # MiB
+from regard.bench.measure import Case
 
 
 @dataclass(frozen=True)
@@ -46,30 +43,16 @@ def cases(device: str, quick: bool) -> list[Case]:
 def _cpu_cases(quick: bool) -> list[Case]:
     shape = Shape(1, 8, 2048, 64, causal=True)
     on_cpu = dict(shape=shape, dtype=torch.float32, device="cpu")
-    plain = [Target("torch sdpa")]
+    sparse = dict(**on_cpu, normalizer="entmax15")
     found = [
-        Case(f"softmax, no statistics, forward {shape}", partial(_forward, **on_cpu, stats=False), plain),
-        Case(
-            f"softmax + all statistics, forward {shape}",
-            partial(_forward, **on_cpu, dense=True),
-            [Target("torch sdpa", 2.0), Target("weights built", at_least=True)],
-        ),
-        Case(
-            f"softmax + all statistics, forward + backward {shape}",
-            partial(_forward_backward, **on_cpu),
-            [Target("torch sdpa", 1.5)],
-        ),
-        Case(
-            f"entmax15 + all statistics, forward {shape}",
-            partial(_forward, **on_cpu, normalizer="entmax15"),
-            [Target("torch sdpa", 3.0)],
-        ),
+        Case(f"softmax, no statistics, forward {shape}", partial(_forward, **on_cpu, stats=False)),
+        Case(f"softmax + all statistics, forward {shape}", partial(_forward, **on_cpu, dense=True)),
+        Case(f"softmax + all statistics, forward + backward {shape}", partial(_forward_backward, **on_cpu)),
+        Case(f"entmax15 + all statistics, forward {shape}", partial(_forward, **sparse)),
     ]
     if not quick:
         work = f"entmax15 + all statistics, forward + backward {shape}"
-        found.append(Case(work, partial(_forward_backward, **on_cpu, normalizer="entmax15"), plain))
-        work = "memory beyond inputs and outputs, softmax + all statistics, forward + backward B1 H1 N16384 d64"
-        found.append(Case(work, _memory, [Target("allowed", 1.0)], unit="MiB"))
+        found.append(Case(work, partial(_forward_backward, **sparse)))
     return found
 
 
@@ -79,19 +62,17 @@ def _gpu_cases(quick: bool) -> list[Case]:
         for causal in (True, False):
             shape = Shape(1, heads, 16384, dim, causal)
             on_gpu = dict(shape=shape, dtype=torch.bfloat16, device="cuda")
-            faster = [Target("torch cuDNN", 0.75, at_least=True), Target("FlexAttention", at_least=True)]
-            found.append(Case(f"softmax + all statistics, forward {shape}", partial(_forward, **on_gpu), faster))
+            found.append(Case(f"softmax + all statistics, forward {shape}", partial(_forward, **on_gpu)))
             work = f"softmax + all statistics, forward + backward {shape}"
-            found.append(Case(work, partial(_forward_backward, **on_gpu), [Target("torch cuDNN", at_least=True)]))
+            found.append(Case(work, partial(_forward_backward, **on_gpu)))
     for batch, heads, dim, causal in ((4, 16, 128, True), (4, 32, 64, True), (4, 16, 128, False)):
         shape = Shape(batch, heads, 4096, dim, causal)
         on_gpu = dict(shape=shape, dtype=torch.bfloat16, device="cuda", normalizer="entmax15")
-        targets = [Target("AdaSplash", 1.0, at_least=True), Target("torch cuDNN")]
-        found.append(Case(f"entmax15, forward {shape}", partial(_forward, **on_gpu, stats=False, sparse=True), targets))
+        found.append(Case(f"entmax15, forward {shape}", partial(_forward, **on_gpu, stats=False)))
     return found
 
 
-def _forward(shape, dtype, device, normalizer="softmax", stats=True, dense=False, sparse=False):
+def _forward(shape, dtype, device, normalizer="softmax", stats=True, dense=False):
     import regard
 
     q, k, v = shape.inputs(dtype, device)
@@ -100,10 +81,6 @@ def _forward(shape, dtype, device, normalizer="softmax", stats=True, dense=False
     candidates |= _torch_backends(q, k, v, shape.causal)
     if dense:
         candidates["weights built"] = lambda: _weights_built(q, k, v, shape.causal)
-    if device == "cuda" and not sparse:
-        candidates["FlexAttention"] = _flex_attention(q, k, v, shape.causal)
-    if sparse:
-        candidates |= _adasplash(q, k, v, shape.causal)
     return candidates
 
 
@@ -145,24 +122,3 @@ def _weights_built(q, k, v, causal):
         scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool, device=q.device).tril(), float("-inf"))
     weights = torch.softmax(scores, -1)
     return weights @ v, -torch.xlogy(weights, weights).sum(-1), weights.amax(-1)
-
-
-def _flex_attention(q, k, v, causal):
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    n = q.shape[-2]
-    order = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=q.device) if causal else None
-    compiled = torch.compile(flex_attention)
-    return lambda: compiled(q, k, v, block_mask=order)
-
-
-def _adasplash(q, k, v, causal) -> dict[str, Callable[[], object]]:
-    try:
-        from adasplash import adasplash
-    except ImportError:
-        return {}
-    return {"AdaSplash": lambda: adasplash(q, k, v, alpha=1.5, is_causal=causal)}
-
-
-def _memory():
-    return {"regard": memory.measure_in_new_process, "allowed": lambda: MEMORY_BUDGET}

@@ -3,10 +3,6 @@
 In each round a candidate waits until its predecessor's idle threads have stopped spinning (OpenMP's spin for some
 milliseconds and occupy a core), runs once unmeasured, and then a few times measured. On the CPU freed memory is kept,
 so that no candidate pays for fresh pages that another reuses. The result is the ratio of two medians of one run.
-
->>> from regard.bench.measure import Target
->>> Target("torch", limit=1.1).describe({"regard": 2.0, "torch": 4.0})
-'0.5× torch (≤ 1.1 ✓)'
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,39 +22,10 @@ import torch
 
 from regard.table import Table
 
-PACKAGES = ("regard", "torch", "triton", "numba", "entmax", "adasplash")
+PACKAGES = ("regard", "torch", "triton", "numba", "entmax")
 SLOW = 0.25  # seconds; a call that takes longer is measured in few rounds
 BURST = 5
 SETTLE = 0.02  # seconds between candidates
-
-
-@dataclass(frozen=True)
-class Target:
-    """A bound on regard's time over another's; with `at_least`, on its speed over the other's."""
-
-    against: str
-    limit: float | None = None
-    at_least: bool = False
-
-    def ratio(self, times: dict[str, float]) -> float:
-        """Return the ratio that the target bounds."""
-        ours = times["regard"] / times[self.against]
-        return 1.0 / ours if self.at_least else ours
-
-    def reached(self, ratio: float) -> bool | None:
-        """True if the ratio is within the limit; None without a limit."""
-        if self.limit is None:
-            return None
-        return ratio >= self.limit if self.at_least else ratio <= self.limit
-
-    def describe(self, times: dict[str, float]) -> str:
-        """Return the ratio, the limit and whether it was reached, as text."""
-        ratio = self.ratio(times)
-        unit = "× as fast as" if self.at_least else "×"
-        if self.limit is None:
-            return f"{ratio:.3g}{unit} {self.against}"
-        sign, mark = "≥" if self.at_least else "≤", "✓" if self.reached(ratio) else "✗"
-        return f"{ratio:.3g}{unit} {self.against} ({sign} {self.limit:g} {mark})"
 
 
 @dataclass
@@ -67,35 +34,32 @@ class Case:
 
     work: str
     prepare: Callable[[], dict[str, Callable[[], Any]]]
-    targets: list[Target] = field(default_factory=list)
-    unit: str = "ms"  # "MiB": the candidates return a number themselves
 
 
 @dataclass
 class Result:
-    """The medians of one case, and the candidates that failed."""
+    """The medians of one case in seconds, and the candidates that failed.
+
+    >>> from regard.bench.measure import Result
+    >>> Result("softmax", {"regard": 2.0, "torch": 4.0}, {}).ratios
+    {'torch': 0.5}
+    """
 
     work: str
-    values: dict[str, float]  # seconds, or in `unit`
+    values: dict[str, float]
     failures: dict[str, str]
-    targets: list[Target]
-    unit: str = "ms"
 
     @property
-    def measured_targets(self) -> list[Target]:
-        """The targets whose candidates were measured."""
-        return [target for target in self.targets if {"regard", target.against} <= self.values.keys()]
+    def ratios(self) -> dict[str, float]:
+        """Regard's time over that of each other candidate."""
+        ours = self.values.get("regard")
+        return {} if ours is None else {name: ours / x for name, x in self.values.items() if name != "regard"}
 
     def as_dict(self) -> dict:
-        """Return the JSON record."""
-        ratios = []
-        for target in self.measured_targets:
-            ratio = target.ratio(self.values)
-            of, reached = "speed" if target.at_least else "time", target.reached(ratio)
-            ratios.append(dict(against=target.against, of=of, ratio=ratio, target=target.limit, reached=reached))
-        scale = 1e3 if self.unit == "ms" else 1.0
-        values = {name: scale * value for name, value in self.values.items()}
-        return dict(work=self.work, unit=self.unit, values=values, ratios=ratios, failures=self.failures)
+        """Return the JSON record, in milliseconds."""
+        values = {name: 1e3 * value for name, value in self.values.items()}
+        ratios = [dict(against=name, ratio=ratio) for name, ratio in self.ratios.items()]
+        return dict(work=self.work, unit="ms", values=values, ratios=ratios, failures=self.failures)
 
 
 def run(cases: Iterable[Case], device: str, rounds: int = 15, label: str = "") -> list[Result]:
@@ -117,16 +81,15 @@ def _measure(case: Case, device: str, rounds: int) -> Result:
     try:
         candidates = case.prepare()
     except Exception as failure:  # the other cases still run
-        return Result(case.work, {}, {"regard": _one_line(failure)}, case.targets, case.unit)
+        return Result(case.work, {}, {"regard": _one_line(failure)})
     for name, call in list(candidates.items()):
         try:
-            if case.unit == "ms":
-                call()
-            samples[name] = [clock(call) if case.unit == "ms" else call()]
+            call()
+            samples[name] = [clock(call)]
         except Exception as failure:
             failures[name] = _one_line(failure)
             del candidates[name]
-    for turn in range(rounds if case.unit == "ms" else 0):
+    for turn in range(rounds):
         for name, call in candidates.items():
             slow = samples[name][0] > SLOW
             if slow and turn >= 2:
@@ -137,7 +100,7 @@ def _measure(case: Case, device: str, rounds: int) -> Result:
                 call()
             samples[name] += [clock(call) for _ in range(1 if slow else BURST)]
     values = {name: statistics.median(found) for name, found in samples.items()}
-    return Result(case.work, values, failures, case.targets, case.unit)
+    return Result(case.work, values, failures)
 
 
 def _one_line(failure: Exception) -> str:
@@ -175,16 +138,15 @@ def _cuda_clock() -> Callable[[Callable[[], object]], float]:
 
 
 def table(results: list[Result], title: str) -> Table:
-    """Return the table: work, one column per candidate, and the ratios with their targets."""
+    """Return the table: work, one column per candidate, and regard's time over that of the others."""
     names = list(dict.fromkeys(name for result in results for name in (*result.values, *result.failures)))
     names.sort(key=lambda name: name != "regard")
     rows = []
     for result in results:
         cells = [_cell(result, name) for name in names]
-        rows.append(
-            [result.work, *cells, ", ".join(target.describe(result.values) for target in result.measured_targets)]
-        )
-    return Table(["work", *names, "ratio (target)"], rows, title=title, numbers=names)
+        ratios = ", ".join(f"{ratio:.3g}× {name}" for name, ratio in result.ratios.items())
+        rows.append([result.work, *cells, ratios])
+    return Table(["work", *names, "regard's time"], rows, title=title, numbers=names)
 
 
 def _cell(result: Result, name: str) -> str:
@@ -192,8 +154,8 @@ def _cell(result: Result, name: str) -> str:
         return "failed"
     if name not in result.values:
         return ""
-    value = result.values[name] * (1e3 if result.unit == "ms" else 1.0)
-    return f"{value:.3g} {result.unit}" if value < 1000 else f"{value:.0f} {result.unit}"
+    value = 1e3 * result.values[name]
+    return f"{value:.3g} ms" if value < 1000 else f"{value:.0f} ms"
 
 
 def machine(device: str) -> dict[str, str]:

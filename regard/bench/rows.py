@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from regard import normalizers
-from regard.bench.measure import Case, Target
+from regard.bench.measure import Case
 
 ELEMENTS = 4096 * 1024  # on the CPU, at every row length
 GPU_BYTES = 1 << 30  # larger than a GPU's cache
@@ -23,25 +23,14 @@ def _cpu_cases(quick: bool) -> list[Case]:
     for n in (1024,) if quick else (1024, 64, 32768):
         for name in _fused_names():
             if n == 1024 or name in ("softmax", "sparsemax", "entmax15"):
-                shape, targets = (ELEMENTS // n, n), _cpu_targets(name, n)
+                shape = (ELEMENTS // n, n)
                 work = f"{name} forward {shape[0]} × {n}"
-                found.append(Case(work, partial(_forward, name, shape, torch.float32, "cpu"), targets))
+                found.append(Case(work, partial(_forward, name, shape, torch.float32, "cpu")))
     for name in _fused_names():
         shape = (ELEMENTS // 1024, 1024)
         prepare = partial(_backward, name, shape, torch.float32, "cpu")
-        found.append(Case(f"{name} backward {shape[0]} × 1024", prepare, [Target("torch softmax", 1.5)]))
+        found.append(Case(f"{name} backward {shape[0]} × 1024", prepare))
     return found
-
-
-def _cpu_targets(name: str, n: int) -> list[Target]:
-    member = normalizers.get(name)
-    if member.family == "threshold":
-        if member.order == 0:
-            return [Target("torch softmax"), Target("entmax", at_least=True)]
-        return [Target("torch softmax", 2.0), Target("entmax", 25.0, at_least=True)]
-    if n != 1024:
-        return [Target("torch softmax")]
-    return [Target("torch softmax", 1.1 if name == "softmax" else 1.5)]
 
 
 def _gpu_cases(quick: bool) -> list[Case]:
@@ -50,12 +39,9 @@ def _gpu_cases(quick: bool) -> list[Case]:
         for dtype in (torch.bfloat16, torch.float32):
             for n in (1024,) if quick else (256, 1024, 8192, 65536):
                 for name in _fused_names():
-                    threshold = normalizers.get(name).family == "threshold"
-                    targets = [Target("copy", 0.6 if threshold else 0.85, at_least=True)]
-                    targets.append(Target("torch softmax", at_least=True))
                     shape = (GPU_BYTES // dtype.itemsize // n, n)
                     work = f"{name} {direction} {str(dtype).removeprefix('torch.')} {shape[0]} × {n}"
-                    found.append(Case(work, partial(prepare, name, shape, dtype, "cuda"), targets))
+                    found.append(Case(work, partial(prepare, name, shape, dtype, "cuda")))
     return found
 
 

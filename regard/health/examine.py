@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +21,9 @@ from regard.health.measurement.missed import find_missed, hint_at_missed
 from regard.health.measurement.norms import OutputColumns
 from regard.health.measurement.query_rows import is_inverted, is_two_sided, pad_of, padding_of
 from regard.health.measurement.recorder import Layer, Recorder, merge_uses
-from regard.health.progress import count_batches
 from regard.health.readings.heads import heads_if, heads_of, keep_on_host, layers_without_rows, read_early
 from regard.health.readings.histogram import LAYOUT
-from regard.health.report.how import describe_measurement
-from regard.health.report.report import Report, WhatIfReading
+from regard.health.report.report import Report, WhatIfReading, describe_measurement
 from regard.health.tokens.text import first_text
 from regard.health.using import changes_of
 from regard.health.what_if import WhatIf, parse_all
@@ -193,8 +192,8 @@ def examine(
         seconds = time.perf_counter() - started
         how = describe_measurement(model, parameters, layers, done, seconds, changes_of(model))
         report = _make_report(title or _title(model), modules, layers, changes, how, failure)
-    if failure is None and (checks or tokenizer is not None):
-        from regard.health.tokens.sample import sample_tokens  # imports this module
+    if failure is None and first is not None and (checks or tokenizer is not None):
+        from regard.health.look import sample_tokens  # imports this module
 
         report = replace(report, tokens=sample_tokens(model, first, tokenizer, room, report.title))
     if not checks or failure is not None or rounds is not None or not report.heads:
@@ -297,3 +296,21 @@ def _count_parameters(modules: Modules) -> int:
 def _title(model: nn.Module) -> str:
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
     return name.rstrip("/").rsplit("/", 1)[-1] or type(model).__name__
+
+
+def count_batches(batches: Iterable[Any], label: str = "examine") -> Iterator[Any]:
+    """Yield the batches; write `examine: 3 of 8 batches, 2 s` to standard error, over itself each time.
+
+    >>> from regard.health.examine import count_batches
+    >>> list(count_batches("ab"))
+    ['a', 'b']
+    """
+    total = f" of {len(batches)}" if isinstance(batches, Sized) else ""
+    started = time.monotonic()
+    try:
+        for done, batch in enumerate(batches):
+            seconds = time.monotonic() - started
+            print(f"\r{label}: {done}{total} batches, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+            yield batch
+    finally:
+        print(f"\r{label}: done, {time.monotonic() - started:.0f} s".ljust(48), file=sys.stderr, flush=True)

@@ -15,7 +15,12 @@ from regard.health.examine import _evaluation_mode, _run, _title, max_positions
 from regard.health.measurement.query_rows import is_two_sided, padding_of
 from regard.health.tokens.reader import TokenReader
 from regard.health.tokens.text import cut, is_plain, list_special, name_tokens, read_sides, repeat_tokens
-from regard.health.tokens.view import Look
+from regard.health.tokens.view import HeadLook, Look
+
+TOP = 4  # keys of a row
+LEAST_WEIGHT = 0.01
+MOST_ROWS = 24_000  # of all heads together: large models show fewer rows of each
+LEAST_ROWS = 16
 
 
 def look(
@@ -66,7 +71,8 @@ def look(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, (int, str))):
         raise TypeError(f"layer must be an index or a module's name, got {type(layer).__name__}")
-    head, top, sequence = check_head(head), _check_number("top", top, 1), _check_number("sequence", sequence, 0)
+    head = None if head is None else _check_number("head", head, 0)
+    top, sequence = _check_number("top", top, 1), _check_number("sequence", sequence, 0)
     refuse_data_parallel(model)
     model = as_written(model)
     room = max_positions(model)
@@ -98,7 +104,11 @@ def run_repeated(model: nn.Module, batch: Any, room: int, tokenizer: Any, option
     if not is_plain(batch):
         return None
     special = set(list_special(tokenizer))
-    made = repeat_tokens(batch, room, lambda token: bool(special) and name_tokens(_one(token), tokenizer)[0] in special)
+
+    def is_special(token: int) -> bool:
+        return bool(special) and name_tokens(torch.tensor([token]), tokenizer)[0] in special
+
+    made = repeat_tokens(batch, room, is_special)
     if made is None:
         return None
     repeated, period = made
@@ -133,11 +143,6 @@ def choose_rows(rows: int | slice | Sequence[int] | None, queries: int) -> list[
     return [row % queries for row in chosen]
 
 
-def check_head(head: int | None) -> int | None:
-    """Returns a head's number, checked."""
-    return None if head is None else _check_number("head", head, 0)
-
-
 def _check_number(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -165,5 +170,43 @@ def _as_batch(model: nn.Module, batch: Any, tokenizer: Any) -> Any:
     return batch
 
 
-def _one(token: int) -> Tensor:
-    return torch.tensor([token])
+def sample_tokens(model: nn.Module, short: Any, tokenizer: Any, room: int, title: str) -> dict[str, Any]:
+    """What every head looks at on a short text (see `first_text`); {"reason": why} if the model cannot run on it."""
+    reader = TokenReader(read_sides(short, tokenizer), list_special(tokenizer), top=TOP, keeps_maps=False)
+    try:
+        run_observed(model, short, reader, room)
+        seen = Look.of_layers(title, list(reader.layers.values()), None, None)
+        repeated = run_repeated(model, short, room, tokenizer, {})
+    except Exception as error:  # the model may refuse one sequence, or another length
+        return dict(reason=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return to_json(seen if repeated is None else seen.with_induction(repeated))
+
+
+def to_json(look: Look) -> dict[str, Any]:
+    """A look as a report's JSON holds it.
+
+    {"text": [token, …], "heads": [{"index", "head", "kind", "score", "scores", "keys", "weights", "received"}, …]}
+
+    `keys` and `weights` have up to four numbers for each of the first rows, those of at least 0.01; `received` is the
+    part of the weight that goes to each key. A head whose keys are another text (cross-attention) has it as "text".
+    """
+    rows = max(LEAST_ROWS, MOST_ROWS // max(1, len(look.heads)))
+    text = max((head.tokens for head in look.heads), key=len)
+    return dict(text=text, heads=[_head_json(head, text, rows) for head in look.heads])
+
+
+def _head_json(head: HeadLook, text: list[str], rows: int) -> dict[str, Any]:
+    total = float(head.received.sum()) or 1.0
+    tops = [[key for key in row.keys if key.weight >= LEAST_WEIGHT] for row in head.top[:rows]]
+    other = {} if head.key_tokens == text == head.tokens else dict(text=head.key_tokens, queries=head.tokens)
+    return dict(
+        index=head.index,
+        head=head.head,
+        kind=head.kind,
+        score=round(head.score, 3),
+        scores={kind: round(score, 3) for kind, score in head.scores.items()},
+        keys=[[key.index for key in top] for top in tops],
+        weights=[[round(key.weight, 2) for key in top] for top in tops],
+        received=[round(x / total, 3) for x in head.received.tolist()],
+        **other,
+    )

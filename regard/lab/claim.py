@@ -9,25 +9,29 @@ disagrees, and an interval across an edge is an error of the experiment (`Undeci
 
 Checks marked OURS compare our own derivation with the measurement, and fail the run if it is off.
 
->>> from regard.lab.claim import Check, Finding, near
->>> from regard.lab.estimate import exact
->>> finding = Finding([near("one and one", 3.0, exact(2.0), 0.5)], figure=None, right="one and one are two")
+>>> from regard.lab.claim import Finding, near
+>>> finding = Finding([near("one and one", 3.0, 2.0, 0.5)], figure=None, right="one and one are two")
 >>> finding.verdict
 'wrong'
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from regard.lab.estimate import Estimate
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from regard.lab.figure import Figure
-    from regard.lab.sampler import Sampler
+from regard.lab.estimate import Estimate, difference, exact, exponent, mean, quantile, ratio, share
+from regard.lab.figure import Figure
+
+__all__ = [  # all that a claim's file imports
+    "Estimate", "Figure", "above", "below", "claim", "conclude", "difference", "exact", "exponent", "mean", "near",
+    "quantile", "ratio", "share",
+]  # fmt: skip
 
 CORE, BEYOND, OURS = "core", "beyond", "ours"
 HOLDS, HOLDS_IF, WRONG = "holds", "holds_if", "wrong"
@@ -76,19 +80,26 @@ class Check:
         return replace(self, role=OURS)
 
 
-def near(what: str, predicted: float, measured: Estimate, tolerance: float) -> Check:
+Measured = Estimate | float | Tensor  # a number that was computed, not sampled, has no interval
+
+
+def near(what: str, predicted: float, measured: Measured, tolerance: float) -> Check:
     """Return the check measured = predicted ± tolerance."""
-    return Check(what, predicted, measured, predicted - tolerance, predicted + tolerance)
+    return Check(what, predicted, _estimate(measured), predicted - tolerance, predicted + tolerance)
 
 
-def above(what: str, bound: float, measured: Estimate) -> Check:
+def above(what: str, bound: float, measured: Measured) -> Check:
     """Return the check measured > bound."""
-    return Check(what, bound, measured, math.nextafter(bound, math.inf), math.inf)
+    return Check(what, bound, _estimate(measured), math.nextafter(bound, math.inf), math.inf)
 
 
-def below(what: str, bound: float, measured: Estimate) -> Check:
+def below(what: str, bound: float, measured: Measured) -> Check:
     """Return the check measured < bound."""
-    return Check(what, bound, measured, -math.inf, math.nextafter(bound, -math.inf))
+    return Check(what, bound, _estimate(measured), -math.inf, math.nextafter(bound, -math.inf))
+
+
+def _estimate(measured: Measured) -> Estimate:
+    return measured if isinstance(measured, Estimate) else exact(measured)
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ class Finding:
     """The result of a claim's `measure`; the numbers of the first check appear in tables and JSON."""
 
     checks: Sequence[Check]
-    figure: Callable[[], Figure] | None
+    figure: Figure | None
     condition: str = ""
     right: str = ""
     remark: str = ""
@@ -121,6 +132,39 @@ class Finding:
         return HOLDS_IF
 
 
+def conclude(*checks: Check, figure: Figure | None, condition: str = "", right: str = "", remark: str = "") -> Finding:
+    """Return the finding of these checks; the numbers of the first appear in tables."""
+    return Finding(checks, figure, condition, right, remark)
+
+
+class Sampler:
+    """Draws random numbers that depend on the seed and the claim's name only, not on which claims ran before.
+
+    >>> from regard.lab.claim import Sampler
+    >>> Sampler(0, "dot-mean").normal(2, 3).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, seed: int, name: str) -> None:
+        digest = hashlib.blake2b(f"{name} {seed}".encode(), digest_size=4).digest()  # torch's CPU generator: 32 bits
+        self.generator = torch.Generator().manual_seed(int.from_bytes(digest))
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return unit-normal numbers."""
+        return torch.randn(shape, generator=self.generator, dtype=dtype)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return numbers uniform in [low, high)."""
+        return low + (high - low) * torch.rand(shape, generator=self.generator, dtype=dtype)
+
+    def dots(self, d: int, blocks: int, queries: int = 32, keys: int = 32) -> Tensor:
+        """Return q·k (blocks, queries, keys) for unit-normal q and k of d entries.
+
+        Blocks are independent. Scores of a block share queries and keys, so a block counts as one sample.
+        """
+        return self.normal(blocks, queries, d) @ self.normal(blocks, d, keys)
+
+
 NOTES = {  # the study notes that the claims come from
     "000": "Softmax and its derivative",
     "001": "Why divide by √d_k",
@@ -140,3 +184,15 @@ class Claim:
     derivation: Sequence[str]
     rule: str
     measure: Callable[[Sampler], Finding]
+
+
+def claim(
+    note: str, statement: str, derivation: Sequence[str], rule: str
+) -> Callable[[Callable[[Sampler], Finding]], Claim]:
+    """Make a function `measure(sampler)` of a file in `claims/` the claim that is called as the file, with - for _."""
+
+    def make(measure: Callable[[Sampler], Finding]) -> Claim:
+        name = measure.__module__.rpartition(".")[2].replace("_", "-")
+        return Claim(name, note, statement, derivation, rule, measure)
+
+    return make

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from regard.health.commands.files import check_path
 from regard.lab.run import Result, check_name, names, run_all
 from regard.table import Table
 
@@ -40,21 +38,14 @@ def main(options: argparse.Namespace) -> int:
     if path is None and not options.json and not options.claims:
         path = "lab.html"
     if path is not None:
-        _check_writable(path, options.fail)
+        check_path(options, Path(path))
     results, failures = [], []
     for name, outcome in _show_progress(options.claims or names(), options.seed):
         if isinstance(outcome, Result):
             results.append(outcome)
         else:
             failures.append(f"{name}: {type(outcome).__name__}: {outcome}")
-    try:
-        _print(results, options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as full:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered is not tried again at exit
-        options.fail(f"the output cannot be written: {full.strerror}")
+    _print(results, options)
     if path is not None and results:
         from regard.lab.page import write
 
@@ -76,18 +67,6 @@ def _print(results: list[Result], options: argparse.Namespace) -> None:
     else:
         table(results).show()
         print(summary(results))
-
-
-def _check_writable(path: str, fail: Callable[[str], NoReturn]) -> None:
-    """End the command before any experiment runs if --html cannot be written."""
-    if not path:
-        fail("--html is empty; give a file such as lab.html")
-    if Path(path).is_dir():
-        fail(f"--html {path} is a folder; give a file in it, such as {Path(path) / 'lab.html'}")
-    try:
-        tempfile.TemporaryFile(dir=Path(path).parent).close()
-    except OSError as refused:
-        fail(f"--html {path} cannot be written: {refused.strerror}; give a file in a folder of yours")
 
 
 def table(results: list[Result]) -> Table:

@@ -42,11 +42,11 @@ def exact(value: float | Tensor) -> Estimate:
     return Estimate(value, value, value)
 
 
-def student(n: int) -> float:
-    """Return Student's quantile of (1 + LEVEL) / 2 for the mean of n samples (4.33 for n = 40)."""
+def student(n: int, level: float = LEVEL) -> float:
+    """Return Student's quantile of (1 + level) / 2 for the mean of n samples (4.33 for n = 40)."""
     from scipy.stats import t
 
-    return float(t.ppf((1 + LEVEL) / 2, n - 1))
+    return float(t.ppf((1 + level) / 2, n - 1))
 
 
 def mean(samples: Tensor) -> Estimate:

@@ -49,8 +49,9 @@ CONFIG = {
 class Figure:
     """A figure. `series`: name → (x, y) for "lines", "points", "bars" and "dots", (x, low, middle, high) for "bands".
 
-    The x of bars and dots are names. `rows` is the matrix of a "heat" map, `alt` the figure in words, `guides` name →
-    y of horizontal lines, `unjoined` the series of "lines" that are points with nothing between them.
+    The x of bars and dots are names. `rows` is the matrix of a "heat" map, `alt` the figure in words, `log` names its
+    logarithmic axes ("x", "y" or "xy"), `guides` is name → y of horizontal lines, `unjoined` the series of "lines" that
+    are points with nothing between them.
     """
 
     kind: str
@@ -59,8 +60,7 @@ class Figure:
     series: Mapping[str, Sequence] = field(default_factory=dict)
     alt: str = ""
     rows: Sequence[Sequence[float]] = ()
-    log_x: bool = False
-    log_y: bool = False
+    log: str = ""
     guides: Mapping[str, float] = field(default_factory=dict)
     unjoined: Sequence[str] = ()
 
@@ -151,10 +151,10 @@ class Figure:
         }
         encoding = {
             "x": x,
-            "y": {**self._axes()["y"], "scale": self._scale(self.log_y, zero=self.kind == "bars")},
+            "y": {**self._axes()["y"], "scale": self._scale("y" in self.log, zero=self.kind == "bars")},
             **self._channels(dash=False),
         }
-        if self.log_y or self.kind == "dots":  # a logarithmic axis has no 0 for a bar to start at
+        if "y" in self.log or self.kind == "dots":  # a logarithmic axis has no 0 for a bar to start at
             mark = {"type": "point", "filled": True, "size": 70}
         else:
             mark = {"type": "bar"}
@@ -202,7 +202,7 @@ class Figure:
                 )
             return {"field": name, "type": "quantitative", "title": title, "scale": self._scale(log), "axis": ticks}
 
-        return {"x": axis("x", self.x, self.log_x), "y": axis("y", self.y, self.log_y)}
+        return {"x": axis("x", self.x, "x" in self.log), "y": axis("y", self.y, "y" in self.log)}
 
     def _scale(self, log: bool, zero: bool = False) -> dict:
         return {"type": "log", "nice": False} if log else {"type": "linear", "zero": zero}

@@ -61,7 +61,7 @@ def link_claim(result: Result) -> str:
 def section(result: Result) -> str:
     """Return one claim as HTML: statement, derivation, verdict, figure, checks."""
     claim, finding = result.claim, result.finding
-    figure = f"<figure>{finding.figure().img()}</figure>" if finding.figure else ""
+    figure = f"<figure>{finding.figure.img()}</figure>" if finding.figure else ""
     derivation = "".join(map(formula_line, claim.derivation))
     remarks = [("Holds if", result.condition), ("Right", result.right), ("Remark", finding.remark)]
     words = "".join(f'<p class="said"><b>{label}:</b> {escape(text)}</p>' for label, text in remarks if text)

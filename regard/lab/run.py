@@ -1,6 +1,6 @@
 """`run` and `run_all`: find the claims, run them and return a `Result` each.
 
-A claim is a file in `claims/` that defines `claim = Claim(...)`; the file's name is the id with _ for -.
+A claim is a file in `claims/` that defines `measure(sampler)` under `@claim(...)`; its id is the file's name, - for _.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from regard.lab.claim import HOLDS_IF, WRONG, Claim, Finding
-from regard.lab.sampler import Sampler
+from regard.lab.claim import HOLDS_IF, WRONG, Claim, Finding, Sampler
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,9 @@ def claims() -> dict[str, Claim]:
     for path in sorted((Path(__file__).parent / "claims").glob("*.py")):
         if path.stem.startswith("_"):
             continue
-        claim = getattr(_import_claim(path.stem), "claim", None)
-        if not isinstance(claim, Claim) or claim.id != path.stem.replace("_", "-"):
-            raise ValueError(f"{path.name} must define `claim = Claim(id={path.stem.replace('_', '-')!r}, …)`")
+        claim = getattr(_import_claim(path.stem), "measure", None)
+        if not isinstance(claim, Claim):
+            raise ValueError(f"{path.name} must define `measure(sampler)` under `@claim(…)`")
         found.append(claim)
     return {claim.id: claim for claim in sorted(found, key=lambda claim: (claim.note[:3], claim.id))}
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import regard
 from regard.health.models.tiny import TinyLM
-from regard.health.tokens.weights import weight_blocks
+from regard.health.tokens.reader import weight_blocks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,9 +13,9 @@ from regard.health import findings
 from regard.health.checks import Ablation, Checks, LossChange, LossReading
 from regard.health.models.tiny import CHARACTERS, TinyLM, encode
 from regard.health.report import glossary
+from regard.health.report.glossary import link_words
 from regard.health.report.page import payload, problems, report_page
-from regard.health.report.page.unusual import find_unusual
-from regard.health.report.page.words import link_words
+from regard.health.report.page.problems import find_unusual
 from regard.health.tokens.kinds import KINDS, MIXED
 
 DOCS = Path(__file__).parents[2] / "docs" / "glossary.md"

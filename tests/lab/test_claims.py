@@ -12,12 +12,11 @@ import torch
 import regard
 from regard import lab
 from regard.lab import estimate
-from regard.lab.claim import NOTES, Finding, Undecided, above, below, near
+from regard.lab.claim import NOTES, Finding, Sampler, Undecided, above, below, near
 from regard.lab.estimate import Estimate, exact
 from regard.lab.figure import INK, Figure
 from regard.lab.mathml import formula_line, mathml
 from regard.lab.run import claims
-from regard.lab.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,7 +41,7 @@ def test_a_claim_says_everything(name):
     assert bool(record["right"]) == (record["verdict"] == "wrong")
     low, high = record["interval"]
     assert low <= record["measured"] <= high
-    figure = result.finding.figure()
+    figure = result.finding.figure
     assert len(figure.alt) > 20
 
 
@@ -155,7 +154,7 @@ def test_seeds_matter_and_repeat():
 
 def test_ticks_are_numbers_that_somebody_chose():
     def ticks(*x):
-        return Figure("lines", "x", "y", {"a": (x, x)}, log_x=True).spec()["layer"][0]["encoding"]["x"]["axis"]
+        return Figure("lines", "x", "y", {"a": (x, x)}, log="x").spec()["layer"][0]["encoding"]["x"]["axis"]
 
     assert ticks(16.0, 256.0, 16384.0)["values"] == [16.0, 256.0, 16384.0]
     assert ticks(1e-7, 0.05, 1.0)["values"] == [1e-7, 0.05, 1.0]
@@ -173,7 +172,7 @@ def test_the_fall_of_the_unscaled_gradient_is_the_one_derived():
 
 
 def test_points_that_a_claim_is_about_are_not_joined_by_a_curve():
-    layers = lab.run("variance-scale-figure").finding.figure().spec()["layer"]
+    layers = lab.run("variance-scale-figure").finding.figure.spec()["layer"]
     drawn = {
         name: layer["mark"]["type"] for layer in layers for name in {row["name"] for row in layer["data"]["values"]}
     }
@@ -181,13 +180,13 @@ def test_points_that_a_claim_is_about_are_not_joined_by_a_curve():
 
 
 def test_groups_of_points_differ_by_shape_as_well():
-    (layer,) = lab.run("sharpness-vs-quality").finding.figure().spec()["layer"]
+    (layer,) = lab.run("sharpness-vs-quality").finding.figure.spec()["layer"]
     scale = layer["encoding"]["shape"]["scale"]
     assert len(set(scale["range"])) == len(scale["range"]) >= len(scale["domain"]) == 6
 
 
 def test_the_name_of_a_line_can_be_read_on_a_bar():
-    bars, rule, halo, words = lab.run("healthy-gradient").finding.figure().spec()["layer"]
+    bars, rule, halo, words = lab.run("healthy-gradient").finding.figure.spec()["layer"]
     assert bars["mark"]["type"] == "bar" and rule["mark"]["type"] == "rule"
     assert halo["mark"]["stroke"] == "white" and halo["encoding"] == words["encoding"]
     assert words["mark"]["color"] == INK and "stroke" not in words["mark"]

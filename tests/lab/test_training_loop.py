@@ -122,39 +122,11 @@ def test_a_finished_run_is_read_and_another_is_refused(tmp_path):
         loop.run(changed, "small", "plain", 0, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda whole: b"",
-        lambda whole: whole[: len(whole) // 2],
-        lambda whole: b"\xff" * 40,
-        lambda whole: b"{}",
-        lambda whole: b"null",
-        lambda whole: whole.replace(b'"history', b'"hiss-ory').replace(b'\\"history', b'\\"hiss-ory'),
-        lambda whole: whole.replace(b"model.1.weight", b"model.7.weight").replace(b'"final', b'"fatal'),
-    ],
-    ids=["empty", "half", "noise", "nothing in it", "null", "no history", "of another model"],
-)
-@pytest.mark.parametrize("suffix", ["json", "safetensors"])
-def test_a_damaged_file_is_named_with_the_way_out(tmp_path, suffix, damage):
-    kept = loop.run(line(), "small", "plain", 0, tmp_path, pause=0.0)
-    path = tmp_path / f"plain-seed0.{suffix}"
-    if suffix == "safetensors":
-        os.remove(tmp_path / "plain-seed0.json")
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=rf"plain-seed0.{suffix} is damaged \(.+\); remove it.+ --out$") as told:
-        loop.run(line(), "small", "plain", 0, tmp_path)
-    assert "\n" not in str(told.value)
-    os.remove(path)
-    again = loop.run(line(), "small", "plain", 0, tmp_path)
-    assert again["final"] == kept["final"]
-
-
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "state"
     path.write_text("old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "disk full", ".beside")))
-    with pytest.raises(OSError, match=f"disk full: '{path}'"):
+    with pytest.raises(OSError, match="disk full"):
         checkpoint.write_atomically(path, b"new")
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["state"]
 
@@ -170,26 +142,6 @@ def test_the_interval_is_students():
     low, high = results.interval([2.0, 4.0, 4.0, 6.0])  # mean 4, s = 1.63299, t(0.975, 3) = 3.18245
     assert (low, high) == pytest.approx((4 - 3.18245 * 1.63299 / 2, 4 + 3.18245 * 1.63299 / 2), abs=1e-4)
     assert results.interval([1.0]) == (-math.inf, math.inf)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(steps=10, every=20), "every must lie in"),
-        (dict(steps=10, every=5, seeds=2), "seeds must be at least 3"),
-    ],
-)
-def test_presets_that_mean_nothing_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        Preset(**change)
-
-
-def test_an_experiment_must_say_what_it_learns():
-    small = Preset(steps=3, every=1)
-    with pytest.raises(ValueError, match="must name a learner"):
-        Experiment("x", "?", {"a": {}}, Line, {"small": small, "full": small}, lambda result: {})
-    with pytest.raises(ValueError, match="must hold 'small' and 'full'"):
-        Experiment("x", "?", {"a": {}}, Line, {"small": small}, lambda result: {})
 
 
 def test_a_process_killed_by_force_goes_on(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from regard.lab import training
 from regard.lab.estimate import Estimate
 from regard.lab.training import comparison, loop
-from regard.lab.training.trials import variants
+from regard.lab.training.trials import attention
 from regard.lab.training.trials.attention import make_attention, mlp_width
 from regard.lab.training.trials.language import Block
 
@@ -76,19 +76,19 @@ def test_the_verdict_reads_the_interval(low, high, for_loss, for_bleu):
     assert comparison.describe(difference, lower_is_better=False) == for_bleu
 
 
-def test_the_best_come_first_and_diverged_runs_last():
+def test_the_best_come_first_and_diverged_runs_last(script):
     runs = dict(softmax=[2.0, 2.0], a=[1.5, 1.5], b=[1.8, 1.8], c=[1.0, None], d=[None, None])
-    assert comparison.rank(make_result(**runs)) == ["a", "b", "c", "d"]
-    assert comparison.rank(make_result("bleu", **runs)) == ["b", "a", "c", "d"]
+    assert script.rank(make_result(**runs)) == ["a", "b", "c", "d"]
+    assert script.rank(make_result("bleu", **runs)) == ["b", "a", "c", "d"]
     lines = [line.split("|")[1].strip() for line in comparison.table(make_result(**runs)).markdown().splitlines()]
     assert lines[2:] == ["c", "a", "b", "softmax", "d"]
 
 
-@pytest.mark.parametrize("name", variants.attentions(keys=16))
+@pytest.mark.parametrize("name", attention.attentions(keys=16))
 def test_every_variant_has_softmaxs_parameters(name):
     """Beside vectors and scalars per head: what the attention adds in weights, the MLP has less."""
     counts = []
-    for options in ({}, variants.attentions(keys=16)[name]):
+    for options in ({}, attention.attentions(keys=16)[name]):
         counts.append(sum(p.numel() for p in Block(64, 4, options).parameters()))
     assert abs(counts[1] / counts[0] - 1) < 0.01
 

@@ -32,7 +32,7 @@ from regard.health.probing.task import LossChange, LossReading
 from regard.health.probing.trial import KEPT, NotApplicable, Trial
 from regard.health.what_if import WhatIf, parse
 
-__all__ = ["KEPT", "Ablation", "Checks", "LossChange", "LossReading", "kinds", "names", "run_checks"]
+__all__ = ["KEPT", "Ablation", "Checks", "LossChange", "LossReading", "kinds", "run_checks"]
 
 # what-ifs that a finding's remedy names and that can be tried without training
 REMEDIES = {
@@ -84,11 +84,6 @@ def passed(done: Sequence[str], found: Collection[str]) -> list[str]:
     """The names of the checks that were made (`done`) of whose kinds none is among those that were found."""
     kinds_by_name = {module.NAME: set(getattr(module, "KINDS", None) or (module.KIND,)) for module in _modules()}
     return [name for name in done if kinds_by_name.get(name, set()).isdisjoint(found)]
-
-
-def names() -> list[str]:
-    """What each check asks, as a statement that is true of a sound model."""
-    return [module.NAME for module in _modules()]
 
 
 def run_checks(

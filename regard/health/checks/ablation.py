@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from regard.health.probing.probe import Key, Transform, relative_change, remove_heads
-from regard.health.probing.task import GIVEN, LABELS, Task, finite
-from regard.health.probing.tokens import TokenBatch
+from regard.health.probing.task import GIVEN, LABELS, finite
 from regard.health.probing.trial import Trial
+from regard.health.tokens.text import TokenBatch
 
 SEQUENCES, LENGTH = 6, 128  # of the text
 LOSS, OUTPUT = "loss", "output"
@@ -63,7 +63,7 @@ class Ablator:
         if task is not None:
             given = task.kind in (GIVEN, LABELS)
             batches: list[TokenBatch] = list(task.batches[:2]) if given else [task.batches[0].cut(SEQUENCES, LENGTH)]
-            task = Task(trial.probe, batches, task.kind, task.loss, task.pad, task.mask_token)
+            task = task.on(batches)
         self.task = task
         self.unit = OUTPUT if task is None else LOSS
         self.own = self._run(None)
@@ -124,6 +124,3 @@ def describe_effect(ablator: Ablator, places: list[tuple[Key, int]]) -> str:
         ": they do not matter on this text" if idle and len(places) > 1 else ": it does not matter" if idle else ""
     )
     return f" Without {heads} {numbers}{verdict}."
-
-
-__all__ = ["Ablation", "Ablator", "ablate", "describe_effect"]

@@ -6,8 +6,8 @@ import torch
 
 from regard.health.findings._finding import Finding
 from regard.health.probing.probe import relative_change
-from regard.health.probing.tokens import exchange_tokens
 from regard.health.probing.trial import NotApplicable, Trial
+from regard.health.tokens.text import exchange_tokens
 
 NAME = "the decoder depends on the encoder's text"
 KIND = "encoder ignored"

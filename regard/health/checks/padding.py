@@ -10,8 +10,8 @@ from torch import Tensor
 
 from regard.health.findings._finding import Finding
 from regard.health.probing.probe import CapturedCall, relative_change
-from regard.health.probing.tokens import TokenBatch, find_padding
 from regard.health.probing.trial import NotApplicable, Trial
+from regard.health.tokens.text import TokenBatch, find_padding
 
 NAME = "padding does not change the text's outputs"
 SEEN, MOVED = "sees padding", "padding moves the text"
@@ -86,10 +86,4 @@ def shows_padding(one: CapturedCall, padding: Tensor) -> bool:
     queries, keys = one.q.shape[2], one.k.shape[2]
     if queries != keys or queries != len(padding):
         return False
-    shown = torch.ones(queries, keys, dtype=torch.bool, device=padding.device)
-    mask = one.call.mask
-    if one.call.causal:
-        shown = shown.tril()
-    if mask is not None:
-        shown = shown & (mask if mask.dtype == torch.bool else mask > -torch.inf)
-    return bool(shown.expand(*shown.shape[-4:])[..., ~padding, :][..., padding].any())
+    return bool(one.visible[..., ~padding, :][..., padding].any())

@@ -17,7 +17,7 @@ from torch import Tensor
 from regard.health.capture.call import Call
 from regard.health.findings._finding import Finding
 from regard.health.probing.probe import change_calls
-from regard.health.probing.task import MASKED, NEXT, Task
+from regard.health.probing.task import MASKED, NEXT
 from regard.health.probing.trial import NotApplicable, Trial
 from regard.scores import resolve_scale
 
@@ -42,7 +42,7 @@ def check(trial: Trial) -> list[Finding]:
     if task is None:
         raise NotApplicable("the model has no loss on this text; pass loss=, or labels in the batches")
     batches = [task.batches[0].cut(SEQUENCES, LENGTH)] if task.kind in (NEXT, MASKED) else list(task.batches)
-    task = Task(trial.probe, batches, task.kind, task.loss, task.pad, task.mask_token)
+    task = task.on(batches)
     own = task.losses()
     best: dict[str, tuple[float, Repair, float]] = {}
     for repair in list_repairs(trial):

@@ -16,8 +16,8 @@ from torch import Tensor
 from regard.health.capture.call import Call
 from regard.health.findings._finding import Finding
 from regard.health.probing.probe import CapturedCall, Key, StopForward
-from regard.health.probing.tokens import exchange_tokens
 from regard.health.probing.trial import NotApplicable, Trial
+from regard.health.tokens.text import exchange_tokens
 
 NAME = "heads and tokens are not mixed by a reshape"
 KIND = "heads mixed with time"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from regard.health.findings._finding import Finding
 from regard.health.probing.probe import relative_change
-from regard.health.probing.tokens import exchange_tokens
 from regard.health.probing.trial import NotApplicable, Trial
+from regard.health.tokens.text import exchange_tokens
 
 NAME = "the sequences of a batch do not change one another"
 KIND = "sequences mixed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from regard.health.commands.outputs import check_path, print_error
+from regard.health.commands.files import check_path, report_failure
 from regard.health.report.comparison import compare
 
 
@@ -25,12 +25,8 @@ def main(options: argparse.Namespace) -> int:
         comparison = compare(options.a, options.b)
         if options.out is not None:
             comparison.save(options.out, options.heads)
-    except ValueError as error:
-        print_error("compare", str(error))
-        return 1
-    except OSError as error:
-        print_error("compare", f"{str(options.out)!r} could not be written: {error.strerror or error}")
-        return 1
+    except (ValueError, OSError) as error:
+        return report_failure("compare", error, options.out)
     comparison.show(heads=options.heads)
     if options.out is not None:
         print(f"\n{options.out}")

@@ -7,8 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from regard.health.commands.inputs import announce_hub, check_device, describe_failure, read_text
-from regard.health.commands.outputs import check_path, print_error, save_report
+from regard.health.commands import files
 from regard.health.examine import examine
 from regard.health.models.loading import load
 from regard.health.report.report import Report
@@ -35,8 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, help="tokens per sequence (256, or the model's maximum)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per batch (4)")
     parser.add_argument("--limit", type=int, default=64, help="largest number of batches (64)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, … (cpu)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="load the weights in this dtype")
+    files.add_model_arguments(parser)
     parser.add_argument(
         "--out",
         metavar="PATH",
@@ -54,7 +52,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--no-checks", action="store_true", help="measure only; no leak, loss, padding or ablation check"
     )
     parser.add_argument("--no-ablation", action="store_true", help="do not measure the loss without each head")
-    parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run any code")
     parser.add_argument(
         "--allow-missing",
         action="store_true",
@@ -68,21 +65,21 @@ def main(options: argparse.Namespace) -> int:
             options.fail(f"--{name} must be at least 1, got {getattr(options, name)}")
     if not 0 < options.timeout < 1e9:
         options.fail(f"--timeout must be between 0 and 1e9 seconds, got {options.timeout:g}")
-    check_path(options, options.out, *SUFFIXES)
+    files.check_path(options, options.out, *SUFFIXES)
     for path, suffix in ((options.json, ".json"), (options.png, ".png")):
         if path is not None:
-            check_path(options, path, suffix)
-    check_device(options)
+            files.check_path(options, path, suffix)
+    files.check_device(options)
     try:
         parse_all(options.what_if)
     except ValueError as error:
         options.fail(str(error))
-    announce_hub(options.model)
+    files.announce_hub(options.model)
     ranks, subject = torchrun.join_group(options.timeout), None
     try:
         subject = load(
             options.model,
-            None if options.text is None else read_text(options.text),
+            None if options.text is None else files.read_text(options.text),
             length=options.length,
             batch=options.batch,
             limit=options.limit,
@@ -106,18 +103,18 @@ def main(options: argparse.Namespace) -> int:
         )
     except Exception as error:  # whatever the model, its folder or its function raises: one line
         on = f" on {subject.notes['input']}" if subject else ""
-        print_error("examine", describe_failure(error, f"{options.model!r} failed{on}"))
+        files.print_error("examine", files.describe_failure(error, f"{options.model!r} failed{on}"))
         return 1
     if not torchrun.is_first_rank():  # status 1 would make torchrun end rank 0 before it writes the report
         return 0
     report = replace(report, how={**report.how, **subject.notes})
     wanted = [path for path in (options.out, options.json, options.png) if path is not None]
-    written, failed = save_report(report, wanted)  # before printing, which a closed pipe may end
+    written, failed = files.save_report(report, wanted)  # before printing, which a closed pipe may end
     report.show()
     for path in written:
         print(path)
     if "random_weights" in subject.notes:
-        print_error("examine", subject.notes["random_weights"])
+        files.print_error("examine", subject.notes["random_weights"])
     return _status(report, failed)
 
 
@@ -128,6 +125,6 @@ def _status(report: Report, errors: list[str]) -> int:
     elif not report.heads:
         errors = ["nothing could be measured; the report has the reasons", *errors]
     if errors:
-        print_error("examine", *errors)
+        files.print_error("examine", *errors)
     stopped = report.interrupted is not None and report.interrupted.startswith("KeyboardInterrupt")
     return 130 if stopped else 1 if errors else 0

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from regard.health.commands.inputs import announce_hub, check_device, describe_failure, read_text
-from regard.health.commands.outputs import check_path, print_error
+from regard.health.commands import files
 from regard.health.look import look
 from regard.health.models.loading import is_function, load
 
@@ -23,9 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", metavar="A:B", help="the queries to list, such as 5 or 10:20 (all)")
     parser.add_argument("--top", type=int, default=4, help="keys of each query (4)")
     parser.add_argument("--length", type=int, help=f"tokens of the text ({LENGTH}, or the model's maximum)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, … (cpu)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="load the weights in this dtype")
-    parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run any code")
+    files.add_model_arguments(parser)
     parser.add_argument("--out", metavar="PATH", type=Path, help="also write an .html file")
 
 
@@ -34,19 +31,19 @@ def main(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None and getattr(options, name) < 1:
             options.fail(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.out is not None:
-        check_path(options, options.out, ".html")
-    check_device(options)
+        files.check_path(options, options.out, ".html")
+    files.check_device(options)
     rows = None if options.rows is None else _parse_rows(options)
     if options.length is None and not is_function(options.model):
         options.length = LENGTH
     layer: Any = options.layer
     layer = int(layer) if layer is not None and layer.isdecimal() else layer
-    announce_hub(options.model)
+    files.announce_hub(options.model)
     try:
         is_file = options.text is not None and os.path.isfile(options.text)
         subject = load(
             options.model,
-            read_text(options.text) if is_file else options.text,
+            files.read_text(options.text) if is_file else options.text,
             length=options.length,
             batch=1,
             limit=1,
@@ -67,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
         if options.out is not None:
             seen.save(options.out)
     except Exception as error:  # whatever the model or its folder raises: one line
-        print_error("look", describe_failure(error, f"{options.model!r} failed"))
+        files.print_error("look", files.describe_failure(error, f"{options.model!r} failed"))
         return 1
     print(seen)
     if options.out is not None:

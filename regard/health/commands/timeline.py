@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from regard.health.commands.outputs import check_path, print_error
+from regard.health.commands.files import check_path, report_failure
 from regard.health.report import files
 from regard.health.watching.timeline import read_log, render
 
@@ -21,12 +21,8 @@ def main(options: argparse.Namespace) -> int:
     try:
         log = read_log(options.log)
         files.write(out, render(log, options.log.stem))
-    except ValueError as error:
-        print_error("timeline", str(error))
-        return 1
-    except OSError as error:
-        print_error("timeline", f"{str(out)!r} could not be written: {error.strerror or error}")
-        return 1
+    except (ValueError, OSError) as error:
+        return report_failure("timeline", error, out)
     for alarm in log.alarms:
         print(f"step {alarm['step']}, {alarm['severity']}: {alarm['text']}")
     print(f"{len(log.samples)} samples, {len(log.alarms)} alarms: {out}")

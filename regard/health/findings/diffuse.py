@@ -6,8 +6,17 @@ where every row has equal logits, which no head has by design. The note says if 
 every layer the variance is below 2 and the scale not small, and in half of them the norms of q and k explain it.
 """
 
-from regard.health.findings._finding import Finding, Head, Heads, make_finding
-from regard.health.findings._variance import LARGE_SCALE, group_by_layer, is_from_bias, is_from_norms, median_of
+from regard.health.findings._finding import (
+    LARGE_SCALE,
+    Finding,
+    Head,
+    Heads,
+    group_by_layer,
+    is_from_bias,
+    is_from_norms,
+    make_finding,
+    median_of,
+)
 
 KIND = "diffuse"
 MEAN, LOW = 0.99, 0.98

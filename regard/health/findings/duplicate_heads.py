@@ -9,8 +9,7 @@ prunable (arXiv 1905.10650) but rarely equal row by row. Uniform rows and rows t
 in any two heads, so these are not compared.
 """
 
-from regard.health.findings._finding import Finding, Heads, make_finding
-from regard.health.findings._variance import is_from_bias
+from regard.health.findings._finding import Finding, Heads, is_from_bias, make_finding
 from regard.health.readings.heads import TWINS
 
 KIND = "duplicate heads"

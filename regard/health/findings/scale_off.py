@@ -9,8 +9,16 @@ heads do not count. docs/health.md has the table; checks/repairs.py tries other 
 import math
 from collections import Counter
 
-from regard.health.findings._finding import Finding, Head, Heads, exclude_positional, make_finding
-from regard.health.findings._variance import LARGE_SCALE, group_by_layer, variances
+from regard.health.findings._finding import (
+    LARGE_SCALE,
+    Finding,
+    Head,
+    Heads,
+    exclude_positional,
+    group_by_layer,
+    make_finding,
+    variances,
+)
 
 KIND = "scale off"
 LARGE, UNSURE = 8.0, 3.0  # variance of a layer with a large scale: a warning above, and a note

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from statistics import median
 
-from regard.health.findings._finding import Finding, Heads, make_finding
-from regard.health.findings._variance import group_by_layer, is_from_bias, median_of, variances
+from regard.health.findings._finding import (
+    Finding,
+    Heads,
+    group_by_layer,
+    is_from_bias,
+    make_finding,
+    median_of,
+    variances,
+)
 
 KIND = "q and k are strangers"
 STRANGERS, USUAL = 1.15, 2.0  # ratio of a layer, and of the model's median layer

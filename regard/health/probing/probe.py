@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.health.capture.attention_weights import output_and_weights
 from regard.health.capture.call import Call, UseCounter, forget_derived
 from regard.health.capture.interception import Interception, forward_token
-from regard.health.probing.tokens import TokenBatch
+from regard.health.tokens.text import TokenBatch
 
 Key = tuple[str, int]  # a module's name, and which use of it in a forward
 Transform = Callable[[Call, Key, Callable[[], Tensor]], Tensor]
@@ -52,6 +52,15 @@ class CapturedCall:
     k: Tensor
     v: Tensor
     output: Tensor  # [B, H, M, E]
+
+    @property
+    def visible(self) -> Tensor:
+        """True at the keys that a query sees, of a shape that broadcasts to [B, H, M, N]."""
+        shown = torch.ones(self.q.shape[2], self.k.shape[2], dtype=torch.bool, device=self.q.device)
+        shown, mask = shown.tril() if self.call.causal else shown, self.call.mask
+        if mask is None:
+            return shown
+        return shown & (mask if mask.dtype == torch.bool else mask > -torch.inf)
 
 
 class Probe:

@@ -13,7 +13,7 @@ from regard.health.findings._finding import Heads, Layers, make_finding, places_
 from regard.health.measurement.query_rows import pad_of
 from regard.health.probing.probe import CapturedCall, Key, Probe, relative_change
 from regard.health.probing.task import GIVEN, LABELS, MASKED, NEXT, LossReading, Task, names_next_token
-from regard.health.probing.tokens import TokenBatch, as_batch, as_token_batch, exchange_tokens
+from regard.health.tokens.text import TokenBatch, as_batch, as_token_batch, exchange_tokens
 
 SEQUENCES, LENGTH = 2, 128  # of the text on which the checks run
 LOSS_SEQUENCES, LOSS_LENGTH = 16, 256  # of the text whose loss is computed
@@ -115,14 +115,8 @@ class Trial:
         queries, keys = one.q.shape[2], one.k.shape[2]
         if queries != keys or one.call.is_cross(one.key[0]):
             return False
-        if one.call.causal:
-            return True
-        mask = one.call.mask
-        if mask is None or mask.shape[-1] != keys or mask.shape[-2] != queries:
-            return False
-        shown = mask if mask.dtype == torch.bool else mask > -torch.inf
-        ahead = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(1)
-        return not bool((shown & ahead).any())
+        ahead = torch.ones(queries, keys, dtype=torch.bool, device=one.q.device).triu(1)
+        return not bool((one.visible & ahead).any())
 
     @cached_property
     def why_causal(self) -> str | None:
@@ -198,7 +192,11 @@ class Trial:
         if kind == LABELS:
             batches = [batch for batch in batches if "labels" in batch.named]
             result = self.probe.run_model(batches[0])
-            return Task(self.probe, batches, kind, None, self.pad) if isinstance(_loss_of(result), Tensor) else None
+            return (
+                Task(self.probe, batches, kind, None, self.pad)
+                if isinstance(getattr(result, "loss", None), Tensor)
+                else None
+            )
         output, targets = self.probe.run(batches[0]), batches[0].targets
         is_logits = output.ndim == 3 and output.shape[:2] == targets.shape and output.shape[-1] > int(targets.max())
         if not (is_logits and self.names_vocabulary(output)):
@@ -224,7 +222,3 @@ class Trial:
         layers = [layer for key in keys if (layer := self.layer_of(key)) is not None and layer.heads]
         layers = layers or [layer for layer in self.layers if layer.heads]
         return make_finding(kind, severity, places_in(layers), evidence, threshold, remedy)
-
-
-def _loss_of(result: Any) -> Any:
-    return getattr(result, "loss", None)

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import os
+import platform
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import torch
+from torch import nn
+
+import regard
+from regard.health import findings
 from regard.health.checks import Checks, LossChange, LossReading
 from regard.health.findings import Finding
+from regard.health.measurement import norms, recorder
+from regard.health.measurement.recorder import Layer
+from regard.health.readings import histogram
 from regard.health.readings.heads import HeadReading
 from regard.health.report import files
 from regard.health.report.summary import summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+THREE_DIMS = "called with (N, L, d), which does not separate heads from sequences: measured as one head"
+FIRST_BINS = {
+    "shares": "mass",
+    "entropy_ratio": "entropy_ratio",
+    "entropy": "entropy",
+    "logit_variance": "logit_variance",
+    "numbers of keys, distance": "distance",
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +70,7 @@ class Report:
     what_if: dict[str, WhatIfReading]
     how: dict[str, Any]
     interrupted: str | None = None  # why the examination did not finish
-    tokens: dict[str, Any] | None = None  # what each head looks at on a short text: see `tokens.sample`
+    tokens: dict[str, Any] | None = None  # what each head looks at on a short text: see `look.to_json`
     checks: Checks | None = None  # what more forwards of the model showed; None if they were not made
 
     @classmethod
@@ -102,8 +123,6 @@ class Report:
         `rows`, `predicted_logit_variance`, and for each statistic its mean under its own name (`entropy_ratio`) and the
         rest with a suffix (`entropy_ratio_q95`).
         """
-        from regard.health.report.frame import make_frame
-
         return make_frame(self)
 
     def plot(self, statistic: str = "entropy_ratio") -> Figure:
@@ -146,3 +165,80 @@ class Report:
         from regard.health.report.page.report_page import render
 
         return embed(render(self))
+
+
+def make_frame(report: Report) -> Any:
+    """A pandas or polars DataFrame of `head_rows`."""
+    rows = head_rows(report)
+    try:
+        from pandas import DataFrame
+    except ModuleNotFoundError:
+        try:
+            from polars import DataFrame
+        except ModuleNotFoundError:
+            raise ImportError('to_frame needs pandas or polars: pip install "regard[frame]"') from None
+    return DataFrame(rows)
+
+
+def head_rows(report: Report) -> list[dict[str, Any]]:
+    """One dict per head: where it is, its findings, its kind on the short text, and every number of every statistic."""
+    seen = {(one["index"], one["head"]): one for one in (report.tokens or {}).get("heads", ())}
+    kinds: dict[tuple[int, int], list[str]] = {}
+    for finding in report.findings:
+        for place in finding.places:
+            kinds.setdefault(place, []).append(finding.kind)
+    rows = []
+    for head in report.heads:
+        data = head.to_json()
+        row = {key: data[key] for key in ("layer", "index", "head")}
+        row["findings"] = ", ".join(kinds.get((head.index, head.head), []))
+        if seen:
+            row["kind"] = seen.get((head.index, head.head), {}).get("kind")
+        row |= {key: data.get(key) for key in ("rows", "ablation", "gate", "gate_near_zero") if key in data}
+        row["predicted_logit_variance"] = data["predicted_logit_variance"]
+        for name, spread in data["statistics"].items():
+            row |= {name if key == "mean" else f"{name}_{key}": value for key, value in spread.items()}
+        rows.append(row)
+    return rows
+
+
+def describe_measurement(
+    model: nn.Module,
+    parameters: int,
+    layers: Sequence[Layer],
+    batches: int,
+    seconds: float,
+    using: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """How the numbers of a report were measured, as plain values."""
+    measured = [layer for layer in layers if layer.reading is not None]
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    sampled = any(layer.sampled for layer in measured)
+    rows = f"on {norms.SAMPLED_ROWS} rows of each call" if sampled else "on every counted row"
+    together = [layer.name for layer in measured if layer.together]
+    three_dims = [layer.name or type(model).__name__ for layer in measured if layer.three_dims]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    edges = ", ".join(f"{what} below {histogram.least(name):.2g}" for what, name in FIRST_BINS.items())
+    return dict(
+        model=type(model).__name__,
+        parameters=parameters,
+        batches=batches,
+        seconds=round(seconds, 3),
+        device=f"{device.type}: {name}",
+        dtypes=sorted({str(layer.dtype).removeprefix("torch.") for layer in measured}),
+        paths=dict(Counter(layer.kind for layer in measured)),
+        faithful=dict(
+            checked=f"output rebuilt from the measured weights compared with the model's own, {rows}",
+            largest_relative_difference=max((layer.error for layer in measured), default=0.0),
+            goes_on_with=f"the model's own output; beyond {recorder.WHOLE} queries the rebuilt one, if it agrees",
+        ),
+        looked_for=findings.kinds(),
+        counted="rows of padding queries and rows without a visible key are not counted",
+        **({"used_too_often_to_be_layers_each": together} if together else {}),
+        **({"using": list(using)} if using else {}),
+        **({"three_dims": dict(layers=three_dims, means=THREE_DIMS)} if three_dims else {}),
+        quantiles="from histograms of 512 fixed bins, accurate to one bin width; a value in the first bin is only "
+        f"known to be below its edge: {edges}",
+        versions=dict(regard=regard.__version__, torch=torch.__version__, python=platform.python_version()),
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    )

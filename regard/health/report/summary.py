@@ -74,8 +74,6 @@ def _describe_extent(report: Report) -> str:
     layers = {head.index for head in report.heads}
     extent = f"{count_noun(len(report.heads), 'head')} in {count_noun(len(layers), 'attention layer')}"
     rows = {head.rows for head in report.heads if head.rows is not None}
-    if not rows:  # a file of an older version does not say how many
-        return f"{extent}."
     least = f"{min(rows):,} to " if len(rows) > 1 else ""
     return f"{extent}, measured on {least}{count_noun(max(rows), 'row')} each."
 
@@ -99,8 +97,6 @@ def describe_no_findings(report: Report) -> str:
     """What the absence of findings means: the checks found nothing, which does not prove the model healthy."""
     if not report.heads:
         return "Nothing was measured, so nothing was judged."
-    if report.is_loaded and "looked_for" not in report.how:  # a file of an older version
-        return "The file lists no findings."
     few = sum(not head.can_be_judged for head in report.heads)
     if few == len(report.heads):
         return "Too few rows or keys to judge any head; examine more or longer text."

@@ -2,9 +2,7 @@
 
 import torch
 
-from regard.lab.claim import Claim, Finding, near
-from regard.lab.estimate import exponent, mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, exponent, mean, near
 
 DIMS = [16, 64, 256]
 
@@ -15,33 +13,7 @@ def spread(sampler, d, v_scale, blocks=300):
     return (hidden @ (v_scale * sampler.normal(blocks, d, 1))).std((-1, -2))
 
 
-def measure(sampler):
-    plain = torch.stack([spread(sampler, d, 1.0) for d in DIMS])
-    small = torch.stack([spread(sampler, d, d**-0.5) for d in DIMS])
-    return Finding(
-        [
-            near("exponent b of σ(score) ∝ d^b, v of variance 1/d", 0.0, exponent(DIMS, small), 0.1),
-            near("exponent b of σ(score) ∝ d^b, v of variance 1", 0.0, exponent(DIMS, plain), 0.1).beyond(),
-            near("the same exponent, derived", 0.5, exponent(DIMS, plain), 0.1).ours(),
-            near("σ(score)/√d at d = 256, v of variance 1", 0.70, mean(plain[-1] / 16.0), 0.1).ours(),
-        ],
-        condition="the entries of v shrink as 1/√d, as usual initialisations make them: the scale then sits in v, "
-        "not in tanh",
-        figure=lambda: Figure(
-            "lines",
-            "hidden size d",
-            "σ of the additive score",
-            {"v of variance 1": (DIMS, plain.mean(-1).tolist()), "v of variance 1/d": (DIMS, small.mean(-1).tolist())},
-            log_x=True,
-            log_y=True,
-            alt="With unit-variance v the additive score grows as the square root of d; with v of variance 1/d it is "
-            "constant.",
-        ),
-    )
-
-
-claim = Claim(
-    id="additive-needs-no-scale",
+@claim(
     note="001",
     statement="Additive attention needs no scale because tanh is bounded by 1.",
     derivation=[
@@ -50,5 +22,20 @@ claim = Claim(
     ],
     rule="Core: with v of variance 1/d the spread must not grow with d. Beyond: it must not with unit-variance v "
     "either.",
-    measure=measure,
 )
+def measure(sampler):
+    plain = torch.stack([spread(sampler, d, 1.0) for d in DIMS])
+    small = torch.stack([spread(sampler, d, d**-0.5) for d in DIMS])
+    series = {"v of variance 1": (DIMS, plain.mean(-1).tolist()), "v of variance 1/d": (DIMS, small.mean(-1).tolist())}
+    alt = (
+        "With unit-variance v the additive score grows as the square root of d; with v of variance 1/d it is constant."
+    )
+    return conclude(
+        near("exponent b of σ(score) ∝ d^b, v of variance 1/d", 0.0, exponent(DIMS, small), 0.1),
+        near("exponent b of σ(score) ∝ d^b, v of variance 1", 0.0, exponent(DIMS, plain), 0.1).beyond(),
+        near("the same exponent, derived", 0.5, exponent(DIMS, plain), 0.1).ours(),
+        near("σ(score)/√d at d = 256, v of variance 1", 0.70, mean(plain[-1] / 16.0), 0.1).ours(),
+        condition="the entries of v shrink as 1/√d, as usual initialisations make them: the scale then sits in v, "
+        "not in tanh",
+        figure=Figure("lines", "hidden size d", "σ of the additive score", series, alt, log="xy"),
+    )

@@ -3,13 +3,20 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, below
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude
 
 TEMPERATURES = [1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01]
 
 
+@claim(
+    note="002",
+    statement="τ → 0⁺ gives the one-hot argmax, shared equally between ties.",
+    derivation=[
+        r"w_i = \frac{e^{(z_i - z_{\max})/\tau}}{m + \sum_{z_j < z_{\max}} e^{(z_j - z_{\max})/\tau}} \to "
+        r"\frac{1}{m} \text{ or } 0"
+    ],
+    rule="Holds if τ = 0.01 is within 1e-12 of the limit, with and without ties.",
+)
 def measure(sampler):
     z = sampler.normal(8).double()
     z[0] = z.max() + 0.5
@@ -19,39 +26,14 @@ def measure(sampler):
     one[0], half[0], half[3] = 1.0, 0.5, 0.5
     off = [float((regard.softmax(z, temperature=t) - one).abs().max()) for t in TEMPERATURES]
     off_tied = [float((regard.softmax(tied, temperature=t) - half).abs().max()) for t in TEMPERATURES]
-    return Finding(
-        [
-            below("distance from one-hot at τ = 0.01", 1e-12, exact(off[-1])),
-            below("distance from (½, ½) on two tied maxima at τ = 0.01", 1e-12, exact(off_tied[-1])),
-            below(
-                "distance at τ = 0, the limit itself",
-                1e-300,
-                exact((regard.softmax(tied, temperature=0) - half).abs().max()),
-            ),
-        ],
-        figure=lambda: Figure(
-            "lines",
-            "temperature τ",
-            "distance from the limit",
-            {
-                "one maximum": (TEMPERATURES, [max(x, 1e-18) for x in off]),
-                "two tied": (TEMPERATURES, [max(x, 1e-18) for x in off_tied]),
-            },
-            log_x=True,
-            log_y=True,
-            alt="The distance from the shared one-hot falls exponentially as the temperature goes to 0.",
-        ),
+    series = {
+        "one maximum": (TEMPERATURES, [max(x, 1e-18) for x in off]),
+        "two tied": (TEMPERATURES, [max(x, 1e-18) for x in off_tied]),
+    }
+    alt = "The distance from the shared one-hot falls exponentially as the temperature goes to 0."
+    return conclude(
+        below("distance from one-hot at τ = 0.01", 1e-12, off[-1]),
+        below("distance from (½, ½) on two tied maxima at τ = 0.01", 1e-12, off_tied[-1]),
+        below("distance at τ = 0, the limit itself", 1e-300, (regard.softmax(tied, temperature=0) - half).abs().max()),
+        figure=Figure("lines", "temperature τ", "distance from the limit", series, alt, log="xy"),
     )
-
-
-claim = Claim(
-    id="argmax-limit",
-    note="002",
-    statement="τ → 0⁺ gives the one-hot argmax, shared equally between ties.",
-    derivation=[
-        r"w_i = \frac{e^{(z_i - z_{\max})/\tau}}{m + \sum_{z_j < z_{\max}} e^{(z_j - z_{\max})/\tau}} \to "
-        r"\frac{1}{m} \text{ or } 0",
-    ],
-    rule="Holds if τ = 0.01 is within 1e-12 of the limit, with and without ties.",
-    measure=measure,
-)

@@ -3,13 +3,19 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, below
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude
 
 LENGTHS = [16, 64, 256, 1024]
 
 
+@claim(
+    note="004",
+    statement="s·(g − Σ s·g) is the gradient, with no Jacobian built.",
+    derivation=[
+        r"J^{\top} g = (\mathrm{diag}(s) - s s^{\top}) g = s \odot g - s\,(s^{\top} g) = s \odot (g - s^{\top} g)"
+    ],
+    rule="Holds if it equals Jᵀg to rounding and the function's differences to 1e-8.",
+)
 def measure(sampler):
     z, g = 3 * sampler.normal(20, 16).double(), sampler.normal(20, 16).double()
     s = regard.softmax(z)
@@ -21,37 +27,16 @@ def measure(sampler):
     rows = [regard.softmax(sampler.normal(n)) for n in LENGTHS]
     made = [regard.softmax_backward(torch.ones_like(row), row).numel() for row in rows]
     dense_made = [regard.jacobian(row).numel() for row in rows]
-    return Finding(
-        [
-            below("largest |s(g − Σsg) − Jᵀg|", 1e-14, exact((closed - dense).abs().max())),
-            below("largest |s(g − Σsg) − differences|", 1e-8, exact((closed - slopes).abs().max())),
-            below(
-                "largest |s(g − Σsg) − regard.softmax_backward|",
-                1e-14,
-                exact((closed - regard.softmax_backward(g, s)).abs().max()),
-            ),
-            below("largest |s(g − Σsg) − regard.vjp|", 1e-13, exact((closed - regard.vjp(z, g)).abs().max())),
-        ],
-        figure=lambda: Figure(
-            "lines",
-            "row length n",
-            "numbers made per row",
-            {"s(g − Σsg)": (LENGTHS, made), "Jacobian": (LENGTHS, dense_made)},
-            log_x=True,
-            log_y=True,
-            alt=f"At n = {LENGTHS[-1]} the closed form makes {made[-1]} numbers per row, the Jacobian "
-            f"{dense_made[-1]}.",
+    series = {"s(g − Σsg)": (LENGTHS, made), "Jacobian": (LENGTHS, dense_made)}
+    alt = f"At n = {LENGTHS[-1]} the closed form makes {made[-1]} numbers per row, the Jacobian {dense_made[-1]}."
+    return conclude(
+        below("largest |s(g − Σsg) − Jᵀg|", 1e-14, (closed - dense).abs().max()),
+        below("largest |s(g − Σsg) − differences|", 1e-8, (closed - slopes).abs().max()),
+        below(
+            "largest |s(g − Σsg) − regard.softmax_backward|",
+            1e-14,
+            (closed - regard.softmax_backward(g, s)).abs().max(),
         ),
+        below("largest |s(g − Σsg) − regard.vjp|", 1e-13, (closed - regard.vjp(z, g)).abs().max()),
+        figure=Figure("lines", "row length n", "numbers made per row", series, alt, log="xy"),
     )
-
-
-claim = Claim(
-    id="backward",
-    note="004",
-    statement="s·(g − Σ s·g) is the gradient, with no Jacobian built.",
-    derivation=[
-        r"J^{\top} g = (\mathrm{diag}(s) - s s^{\top}) g = s \odot g - s\,(s^{\top} g) = s \odot (g - s^{\top} g)",
-    ],
-    rule="Holds if it equals Jᵀg to rounding and the function's differences to 1e-8.",
-    measure=measure,
-)

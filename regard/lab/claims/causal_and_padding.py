@@ -3,9 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, below, near
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, near
 
 N, LENGTHS = 12, [12, 7, 1]
 
@@ -20,6 +18,16 @@ def zeros(w, hidden):
     return (w[hidden] == 0).double().mean()
 
 
+@claim(
+    note="004",
+    statement="Masked positions get weight 0.",
+    derivation=[
+        r"s_j = -\infty \Rightarrow e^{s_j - m} = 0 \text{ exactly, as long as } m > -\infty",
+        r"\text{nothing visible: } m = -\infty, \quad s_j - m = -\infty + \infty = \mathrm{NaN}",
+    ],
+    rule="Core: with the note's masks (causal, padding after the tokens) every masked weight is exactly 0 and the "
+    "visible ones sum to 1. Beyond: with padding before the tokens too.",
+)
 def measure(sampler):
     n, lengths = N, LENGTHS
     s = 3 * sampler.normal(3, n, n)
@@ -33,46 +41,24 @@ def measure(sampler):
         q, q, q, is_causal=True, key_lengths=torch.tensor(lengths), return_stats=("visible_keys",)
     )
     counted = visible.sum(-1)
-    return Finding(
-        [
-            near("share of masked weights that are exactly 0", 1.0, exact(zeros(w, ~visible)), 1e-9),
-            below("largest |Σ w − 1| over what is visible", 1e-6, exact((w.sum(-1) - 1).abs().max())),
-            near(
-                "share of masked weights that are exactly 0, padding before the tokens",
-                1.0,
-                exact(zeros(blind, ~left)),
-                1e-9,
-            ).beyond(),
-            near("the same with regard.softmax(mask=…)", 1.0, exact(zeros(ours, ~left)), 1e-9).ours(),
-            near(
-                "keys counted by regard.attention, minus the mask's",
-                0.0,
-                exact((stats.visible_keys[:, 0] - counted).abs().max()),
-                1e-6,
-            ).ours(),
-        ],
+    alt = (
+        f"Weights of {n} causal queries whose last {n - lengths[1]} keys are padding: zero above the "
+        f"diagonal and from key {lengths[1]} on."
+    )
+    return conclude(
+        near("share of masked weights that are exactly 0", 1.0, zeros(w, ~visible), 1e-9),
+        below("largest |Σ w − 1| over what is visible", 1e-6, (w.sum(-1) - 1).abs().max()),
+        near(
+            "share of masked weights that are exactly 0, padding before the tokens", 1.0, zeros(blind, ~left), 1e-9
+        ).beyond(),
+        near("the same with regard.softmax(mask=…)", 1.0, zeros(ours, ~left), 1e-9).ours(),
+        near(
+            "keys counted by regard.attention, minus the mask's",
+            0.0,
+            (stats.visible_keys[:, 0] - counted).abs().max(),
+            1e-6,
+        ).ours(),
         condition="every row sees at least one key. With padding before the tokens the first rows of a causal mask see "
         f"none: {int(blind.isnan().all(-1).sum())} of {3 * n} rows are NaN here; regard gives them zeros",
-        figure=lambda: Figure(
-            "heat",
-            "key",
-            "query",
-            rows=w[1].tolist(),
-            alt=f"Weights of {n} causal queries whose last {n - lengths[1]} keys are padding: zero above the "
-            f"diagonal and from key {lengths[1]} on.",
-        ),
+        figure=Figure("heat", "key", "query", alt=alt, rows=w[1].tolist()),
     )
-
-
-claim = Claim(
-    id="causal-and-padding",
-    note="004",
-    statement="Masked positions get weight 0.",
-    derivation=[
-        r"s_j = -\infty \Rightarrow e^{s_j - m} = 0 \text{ exactly, as long as } m > -\infty",
-        r"\text{nothing visible: } m = -\infty, \quad s_j - m = -\infty + \infty = \mathrm{NaN}",
-    ],
-    rule="Core: with the note's masks (causal, padding after the tokens) every masked weight is exactly 0 and the "
-    "visible ones sum to 1. Beyond: with padding before the tokens too.",
-    measure=measure,
-)

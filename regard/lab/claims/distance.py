@@ -3,9 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, below, near
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, near
 
 N = 32
 
@@ -16,6 +14,14 @@ def average_attention_distance(weights):
     return (weights * (positions[:, None] - positions[None, :]).abs()).sum(-1)
 
 
+@claim(
+    note="004",
+    statement="The average attention distance from the weights.",
+    derivation=[
+        r"D_i = \sum_j w_{ij} |i - j|, \quad \text{uniform and causal: } \frac{1}{i+1}\sum_{j=0}^{i} (i - j) = i/2"
+    ],
+    rule="Holds if the note's function agrees with the library's, from weights and from the fused pass, and with i/2.",
+)
 def measure(sampler):
     w = regard.softmax(sampler.normal(N, N).double(), mask=regard.masks.causal(N))
     theirs, ours = average_attention_distance(w), regard.statistics.of_weights(w).distance
@@ -23,40 +29,20 @@ def measure(sampler):
     _, weights = regard.reference.attention(q, q, q, is_causal=True)
     _, stats = regard.attention(q, q, q, is_causal=True, return_stats=("distance",))
     uniform = regard.softmax(torch.zeros(N, N).double(), mask=regard.masks.causal(N))
-    return Finding(
-        [
-            below("largest |note's − regard.statistics.of_weights|", 1e-12, exact((theirs - ours).abs().max())),
-            below(
-                "largest |note's − regard.attention's, no weights built|",
-                1e-9,
-                exact((average_attention_distance(weights[0, 0]) - stats.distance[0, 0]).abs().max()),
-            ),
-            near(
-                "uniform causal row 31: the mean of 0 … 31", 15.5, exact(average_attention_distance(uniform)[-1]), 1e-9
-            ),
-        ],
+    series = {
+        "random scores": (list(range(N)), theirs.tolist()),
+        "uniform: i/2": (list(range(N)), [i / 2 for i in range(N)]),
+    }
+    alt = "The mean distance of causal rows scatters about i/2, its value for uniform weights."
+    return conclude(
+        below("largest |note's − regard.statistics.of_weights|", 1e-12, (theirs - ours).abs().max()),
+        below(
+            "largest |note's − regard.attention's, no weights built|",
+            1e-9,
+            (average_attention_distance(weights[0, 0]) - stats.distance[0, 0]).abs().max(),
+        ),
+        near("uniform causal row 31: the mean of 0 … 31", 15.5, average_attention_distance(uniform)[-1], 1e-9),
         remark="It counts on as many queries as keys and on rows that sum to 1: for one query against a cache it "
         "broadcasts to N numbers without a word. regard's divides by Σw and counts positions as the causal mask does.",
-        figure=lambda: Figure(
-            "lines",
-            "query i",
-            "mean distance",
-            {
-                "random scores": (list(range(N)), theirs.tolist()),
-                "uniform: i/2": (list(range(N)), [i / 2 for i in range(N)]),
-            },
-            alt="The mean distance of causal rows scatters about i/2, its value for uniform weights.",
-        ),
+        figure=Figure("lines", "query i", "mean distance", series, alt),
     )
-
-
-claim = Claim(
-    id="distance",
-    note="004",
-    statement="The average attention distance from the weights.",
-    derivation=[
-        r"D_i = \sum_j w_{ij} |i - j|, \quad \text{uniform and causal: } \frac{1}{i+1}\sum_{j=0}^{i} (i - j) = i/2"
-    ],
-    rule="Holds if the note's function agrees with the library's, from weights and from the fused pass, and with i/2.",
-    measure=measure,
-)

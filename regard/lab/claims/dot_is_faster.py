@@ -3,9 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regard.lab.claim import Claim, Finding, above, near
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, claim, conclude, near
 
 QUERIES, DIMS = 64, [16, 64, 256]
 
@@ -44,38 +42,7 @@ def ratios(sampler, d):
     return counts[0].operations / counts[1].operations, counts[0].bytes / counts[1].bytes
 
 
-def measure(sampler):
-    operations, traffic = zip(*(ratios(sampler, d) for d in DIMS), strict=True)
-    return Finding(
-        [
-            *(
-                above(f"operations, additive over dot, d = {d}", 1.0, exact(o))
-                for d, o in zip(DIMS, operations, strict=True)
-            ),
-            *(
-                above(f"memory traffic, additive over dot, d = {d}", 1.0, exact(t))
-                for d, t in zip(DIMS, traffic, strict=True)
-            ),
-            near("operations, additive over dot, d = 256: 4N²d / 2N²d", 2.0, exact(operations[-1]), 0.05).ours(),
-        ],
-        remark="Counted, not timed, so that the verdict does not depend on the machine. A tanh counts as one "
-        "operation here and costs many; the matrix product runs at full speed.",
-        figure=lambda: Figure(
-            "lines",
-            "d",
-            "additive over dot",
-            {"operations": (DIMS, operations), "memory traffic": (DIMS, traffic)},
-            log_x=True,
-            log_y=True,
-            alt=f"At d = {DIMS[-1]} additive scores do {operations[-1]:.1f} times the arithmetic of dot products "
-            f"and move {traffic[-1]:.0f} times as many bytes; at d = {DIMS[0]}, {operations[0]:.1f} and "
-            f"{traffic[0]:.0f} times.",
-        ),
-    )
-
-
-claim = Claim(
-    id="dot-is-faster",
+@claim(
     note="001",
     statement="Scaled dot product is cheaper than additive attention.",
     derivation=[
@@ -84,5 +51,20 @@ claim = Claim(
         r"\text{ numbers in memory}",
     ],
     rule="Holds if additive scores take more operations and more memory traffic at every d.",
-    measure=measure,
 )
+def measure(sampler):
+    operations, traffic = zip(*(ratios(sampler, d) for d in DIMS), strict=True)
+    series = {"operations": (DIMS, operations), "memory traffic": (DIMS, traffic)}
+    alt = (
+        f"At d = {DIMS[-1]} additive scores do {operations[-1]:.1f} times the arithmetic of dot products "
+        f"and move {traffic[-1]:.0f} times as many bytes; at d = {DIMS[0]}, {operations[0]:.1f} and "
+        f"{traffic[0]:.0f} times."
+    )
+    return conclude(
+        *(above(f"operations, additive over dot, d = {d}", 1.0, o) for d, o in zip(DIMS, operations, strict=True)),
+        *(above(f"memory traffic, additive over dot, d = {d}", 1.0, t) for d, t in zip(DIMS, traffic, strict=True)),
+        near("operations, additive over dot, d = 256: 4N²d / 2N²d", 2.0, operations[-1], 0.05).ours(),
+        remark="Counted, not timed, so that the verdict does not depend on the machine. A tanh counts as one "
+        "operation here and costs many; the matrix product runs at full speed.",
+        figure=Figure("lines", "d", "additive over dot", series, alt, log="xy"),
+    )

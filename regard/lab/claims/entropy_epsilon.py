@@ -3,9 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, above, below, near
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude, near
 
 SHARPNESS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 
@@ -15,6 +13,12 @@ def with_epsilon(w):
     return -(w * torch.log(w + 1e-12)).sum(-1)
 
 
+@claim(
+    note="004",
+    statement="−Σ w·log(w + 1e−12) is the entropy: high when uniform, low when focused.",
+    derivation=[r"-\sum w \log(w + \varepsilon) = H - \sum w \log(1 + \varepsilon/w) \ge H - n\varepsilon"],
+    rule="Core: within n·1e-12 of the entropy, ln n when uniform, 0 when one-hot. Beyond: finite in float16.",
+)
 def measure(sampler):
     z = sampler.normal(64).double()
     rows = torch.stack([k * z for k in SHARPNESS])
@@ -22,36 +26,17 @@ def measure(sampler):
     truth = regard.statistics.of_scores(rows).entropy
     uniform, focused = torch.full((64,), 1 / 64), torch.eye(64)[0]
     half = with_epsilon(regard.softmax(rows[-1:].half()))
-    return Finding(
-        [
-            below("largest |with ε − entropy|, 64 keys, float64", 1e-10, exact((with_epsilon(w) - truth).abs().max())),
-            near("uniform over 64 keys, nats (ln 64)", 4.1589, exact(with_epsilon(uniform)), 1e-3),
-            below("one-hot, nats", 1e-6, exact(with_epsilon(focused).abs())),
-            above(
-                "finite in float16, a row with zero weights (1: yes)", 0.5, exact(half.isfinite().double().mean())
-            ).beyond(),
-        ],
+    series = {"with ε": (SHARPNESS, with_epsilon(w).tolist()), "regard.statistics": (SHARPNESS, truth.tolist())}
+    alt = (
+        "The entropy with and without epsilon coincide, from "
+        f"{truth[0]:.2f} nats for flat rows to {truth[-1]:.2f} for sharp ones."
+    )
+    return conclude(
+        below("largest |with ε − entropy|, 64 keys, float64", 1e-10, (with_epsilon(w) - truth).abs().max()),
+        near("uniform over 64 keys, nats (ln 64)", 4.1589, with_epsilon(uniform), 1e-3),
+        below("one-hot, nats", 1e-6, with_epsilon(focused).abs()),
+        above("finite in float16, a row with zero weights (1: yes)", 0.5, half.isfinite().double().mean()).beyond(),
         condition="not in float16, where 1e−12 is 0 and a zero weight gives 0·log 0 = NaN; elsewhere it is low by at "
         "most n·1e−12",
-        figure=lambda: Figure(
-            "lines",
-            "factor on the scores",
-            "entropy, nats",
-            {"with ε": (SHARPNESS, with_epsilon(w).tolist()), "regard.statistics": (SHARPNESS, truth.tolist())},
-            log_x=True,
-            alt="The entropy with and without epsilon coincide, from "
-            f"{truth[0]:.2f} nats for flat rows to {truth[-1]:.2f} for sharp ones.",
-        ),
+        figure=Figure("lines", "factor on the scores", "entropy, nats", series, alt, log="x"),
     )
-
-
-claim = Claim(
-    id="entropy-epsilon",
-    note="004",
-    statement="−Σ w·log(w + 1e−12) is the entropy: high when uniform, low when focused.",
-    derivation=[
-        r"-\sum w \log(w + \varepsilon) = H - \sum w \log(1 + \varepsilon/w) \ge H - n\varepsilon",
-    ],
-    rule="Core: within n·1e-12 of the entropy, ln n when uniform, 0 when one-hot. Beyond: finite in float16.",
-    measure=measure,
-)

@@ -5,9 +5,7 @@ import math
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, below, near
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, near
 
 LARGEST = math.log(torch.finfo(torch.float32).max)
 SIZES = [1.0, 10.0, 50.0, 80.0, 100.0, 500.0, 1000.0]
@@ -24,36 +22,7 @@ def shifted(z):
     return torch.exp(z - torch.log(torch.exp(z).sum(-1, keepdim=True)))
 
 
-def measure(sampler):
-    z = sampler.normal(300, 16)
-    z = z / z.abs().amax(-1, keepdim=True)  # the largest entry has size 1, in half of the rows positive
-    exactly = [regard.softmax(size * z.double()) for size in SIZES]
-    finite = [float(naive(size * z).isfinite().all(-1).double().mean()) for size in SIZES]
-    safe = [float(shifted(size * z).isfinite().all(-1).double().mean()) for size in SIZES]
-    off = [float((shifted(size * z) - w).abs().max()) for size, w in zip(SIZES, exactly, strict=True)]
-    identity = torch.exp(z.double() - regard.logsumexp(z.double())[:, None]) - regard.softmax(z.double())
-    return Finding(
-        [
-            below("largest |exp(z − lse) − softmax|, float64", 1e-14, exact(identity.abs().max())),
-            below("largest error of the shifted form, scores to ±1000, float32", 1e-4, exact(max(off))),
-            below("rows that survive without the shift, scores to ±1000", 1.0, exact(finite[-1])),
-            near("rows that survive without the shift, scores to ±80", 1.0, exact(finite[3]), 1e-9).ours(),
-        ],
-        remark=f"float32's exp overflows at {LARGEST:.1f}, so without the shift rows die beyond it.",
-        figure=lambda: Figure(
-            "lines",
-            "largest score",
-            "share of finite rows",
-            {"exp(z)/Σexp(z)": (SIZES, finite), "shifted by the maximum": (SIZES, safe)},
-            log_x=True,
-            alt=f"Without the shift rows turn to NaN once scores pass {LARGEST:.1f}, and {finite[-1]:.0%} stay "
-            f"finite at {SIZES[-1]:g}; shifted, {safe[-1]:.0%} do.",
-        ),
-    )
-
-
-claim = Claim(
-    id="exp-minus-lse",
+@claim(
     note="002",
     statement="softmax(z) = exp(z − logsumexp(z)), stable once shifted by the maximum, and overflowing without.",
     derivation=[
@@ -63,5 +32,25 @@ claim = Claim(
     ],
     rule="Holds if the identity is exact to rounding, the shifted form stays right at ±1000 and the plain one does "
     "not.",
-    measure=measure,
 )
+def measure(sampler):
+    z = sampler.normal(300, 16)
+    z = z / z.abs().amax(-1, keepdim=True)  # the largest entry has size 1, in half of the rows positive
+    exactly = [regard.softmax(size * z.double()) for size in SIZES]
+    finite = [float(naive(size * z).isfinite().all(-1).double().mean()) for size in SIZES]
+    safe = [float(shifted(size * z).isfinite().all(-1).double().mean()) for size in SIZES]
+    off = [float((shifted(size * z) - w).abs().max()) for size, w in zip(SIZES, exactly, strict=True)]
+    identity = torch.exp(z.double() - regard.logsumexp(z.double())[:, None]) - regard.softmax(z.double())
+    series = {"exp(z)/Σexp(z)": (SIZES, finite), "shifted by the maximum": (SIZES, safe)}
+    alt = (
+        f"Without the shift rows turn to NaN once scores pass {LARGEST:.1f}, and {finite[-1]:.0%} stay "
+        f"finite at {SIZES[-1]:g}; shifted, {safe[-1]:.0%} do."
+    )
+    return conclude(
+        below("largest |exp(z − lse) − softmax|, float64", 1e-14, identity.abs().max()),
+        below("largest error of the shifted form, scores to ±1000, float32", 1e-4, max(off)),
+        below("rows that survive without the shift, scores to ±1000", 1.0, finite[-1]),
+        near("rows that survive without the shift, scores to ±80", 1.0, finite[3], 1e-9).ours(),
+        remark=f"float32's exp overflows at {LARGEST:.1f}, so without the shift rows die beyond it.",
+        figure=Figure("lines", "largest score", "share of finite rows", series, alt, log="x"),
+    )

@@ -3,9 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, below, near
-from regard.lab.estimate import exponent, quantile, ratio
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, exponent, near, quantile, ratio
 
 DIMS, KEYS, ROWS = [16, 64, 256, 1024], 10, 500
 FLOOR = 1e-12  # what is less is drawn here
@@ -20,47 +18,7 @@ def gradients(sampler, d, scale):
     return dq.flatten(1).norm(dim=-1)
 
 
-def measure(sampler):
-    unscaled = torch.stack([gradients(sampler, d, "none") for d in DIMS])
-    scaled = torch.stack([gradients(sampler, d, "sqrt") for d in DIMS])
-    medians = [quantile(row, 0.5) for row in unscaled]
-    fall = ratio(medians[3], medians[1])
-    return Finding(
-        [
-            near("unscaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", -1.0, exponent(DIMS, unscaled), 0.3),
-            near("unscaled: median ‖∂L/∂q‖, d_k = 1024 over d_k = 64", 1 / 16, fall, 0.02),
-            near("scaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", 0.0, exponent(DIMS, scaled), 0.1),
-            below("unscaled: the median's fall is steeper than 1/d_k", 0.04, fall).ours(),
-        ],
-        right="Scaled, it is constant. Unscaled there is no power law 1/d_k: the mean stays near 1, carried by the "
-        "few rows whose two best keys nearly tie, while the median falls exponentially in √d_k ("
-        + ", ".join(f"{m.value:.2g}" for m in medians)
-        + f" at d_k = {', '.join(map(str, DIMS))}).",
-        figure=lambda: Figure(
-            "bands",
-            "d_k",
-            "‖∂L/∂q‖: median, 10 to 90 %",
-            {
-                name: (DIMS, *(row.quantile(p, -1).clamp_min(FLOOR).tolist() for p in (0.1, 0.5, 0.9)))
-                for name, row in (("unscaled", unscaled), ("scaled", scaled))
-            },
-            log_x=True,
-            log_y=True,
-            guides={f"{FLOOR:g} or less": FLOOR} if unscaled.quantile(0.1, -1).min() < FLOOR else {},
-            alt=f"From d_k {DIMS[0]} to {DIMS[-1]} the unscaled gradient's median falls from {_ends(unscaled, 0.5)}, "
-            f"its lower decile from {_ends(unscaled, 0.1)}, and its upper decile goes from {_ends(unscaled, 0.9)}; "
-            f"scaled, the median goes from {_ends(scaled, 0.5)}.",
-        ),
-    )
-
-
-def _ends(rows, p):
-    first, *_, last = rows.quantile(p, -1, interpolation="nearest")  # as the medians of the checks
-    return f"{first:.2g} to {last:.2g}"
-
-
-claim = Claim(
-    id="gradient-norm",
+@claim(
     note="001",
     statement="Unscaled, the norm of ∂L/∂Q falls as 1/d_k; scaled, it is constant.",
     derivation=[
@@ -71,5 +29,42 @@ claim = Claim(
         r"\text{but } P(\mathrm{gap} < 1) \sim 1/\sqrt{d_k} \text{ keeps the mean near } \sqrt{d_k}/\sqrt{d_k} = 1",
     ],
     rule="Wrong if the unscaled mean's exponent is not −1 ± 0.3 or the median does not fall 16-fold from 64 to 1024.",
-    measure=measure,
 )
+def measure(sampler):
+    unscaled = torch.stack([gradients(sampler, d, "none") for d in DIMS])
+    scaled = torch.stack([gradients(sampler, d, "sqrt") for d in DIMS])
+    medians = [quantile(row, 0.5) for row in unscaled]
+    fall = ratio(medians[3], medians[1])
+    series = {
+        name: (DIMS, *(row.quantile(p, -1).clamp_min(FLOOR).tolist() for p in (0.1, 0.5, 0.9)))
+        for name, row in (("unscaled", unscaled), ("scaled", scaled))
+    }
+    alt = (
+        f"From d_k {DIMS[0]} to {DIMS[-1]} the unscaled gradient's median falls from {_ends(unscaled, 0.5)}, "
+        f"its lower decile from {_ends(unscaled, 0.1)}, and its upper decile goes from {_ends(unscaled, 0.9)}; "
+        f"scaled, the median goes from {_ends(scaled, 0.5)}."
+    )
+    return conclude(
+        near("unscaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", -1.0, exponent(DIMS, unscaled), 0.3),
+        near("unscaled: median ‖∂L/∂q‖, d_k = 1024 over d_k = 64", 1 / 16, fall, 0.02),
+        near("scaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", 0.0, exponent(DIMS, scaled), 0.1),
+        below("unscaled: the median's fall is steeper than 1/d_k", 0.04, fall).ours(),
+        right="Scaled, it is constant. Unscaled there is no power law 1/d_k: the mean stays near 1, carried by the "
+        "few rows whose two best keys nearly tie, while the median falls exponentially in √d_k ("
+        + ", ".join(f"{m.value:.2g}" for m in medians)
+        + f" at d_k = {', '.join(map(str, DIMS))}).",
+        figure=Figure(
+            "bands",
+            "d_k",
+            "‖∂L/∂q‖: median, 10 to 90 %",
+            series,
+            alt,
+            log="xy",
+            guides={f"{FLOOR:g} or less": FLOOR} if unscaled.quantile(0.1, -1).min() < FLOOR else {},
+        ),
+    )
+
+
+def _ends(rows, p):
+    first, *_, last = rows.quantile(p, -1, interpolation="nearest")  # as the medians of the checks
+    return f"{first:.2g} to {last:.2g}"

@@ -3,9 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, above, below
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude
 
 
 def finite_differences(function, z, step=1e-5):
@@ -14,38 +12,7 @@ def finite_differences(function, z, step=1e-5):
     return torch.stack(columns, -1)
 
 
-def measure(sampler):
-    z = sampler.normal(6).double()
-    s = regard.softmax(z)
-    measured = finite_differences(regard.softmax, z)
-    formula = torch.diag(s) - s[:, None] * s
-    printed = torch.where(torch.eye(6, dtype=torch.bool), formula, -(s * s)[:, None])  # 002: −a_j·a_j in row j
-    lse = finite_differences(lambda x: regard.logsumexp(x)[None], z)[0]
-    return Finding(
-        [
-            below("largest |diag(s) − s sᵀ − measured|", 1e-8, exact((formula - measured).abs().max())),
-            below(
-                "largest |regard.jacobian − measured|", 1e-8, exact((regard.jacobian(z) - measured).abs().max())
-            ).ours(),
-            below("largest |∂ lse/∂z_j − s_j|", 1e-8, exact((lse - s).abs().max())).ours(),
-            below("off-diagonal printed −a_j·a_j (note 002)", 1e-8, exact((printed - measured).abs().max())).beyond(),
-            below("∂ lse/∂z_j printed s_l, l ≠ j (note 000)", 1e-8, exact((lse - s.roll(1)).abs().max())).beyond(),
-            above("asymmetry of the matrix printed in 002", 1e-8, exact((printed - printed.T).abs().max())).ours(),
-        ],
-        condition="two misprints are read as meant: off the diagonal −a_j·a_k (002 prints −a_j·a_j), and ∂ lse/∂z_j "
-        "= s_j (000 prints s_l)",
-        figure=lambda: Figure(
-            "heat",
-            "score j",
-            "weight i",
-            rows=measured.tolist(),
-            alt="The Jacobian of a softmax over six scores: positive on the diagonal, negative and symmetric off it.",
-        ),
-    )
-
-
-claim = Claim(
-    id="jacobian",
+@claim(
     note="000, 002, 004",
     statement="∂s_i/∂z_j = s_i(1{i=j} − s_j), that is diag(s) − s sᵀ; 002 writes the off-diagonal entry as −a_j·a_j, "
     "000 the log-sum-exp's derivative as s_l.",
@@ -54,5 +21,23 @@ claim = Claim(
         r"\partial s_i/\partial z_j = s_i\,\partial \log s_i/\partial z_j = s_i (1_{i=j} - s_j)",
     ],
     rule="Core: the closed form must match differences of the function to 1e-8. Beyond: the two formulas as printed.",
-    measure=measure,
 )
+def measure(sampler):
+    z = sampler.normal(6).double()
+    s = regard.softmax(z)
+    measured = finite_differences(regard.softmax, z)
+    formula = torch.diag(s) - s[:, None] * s
+    printed = torch.where(torch.eye(6, dtype=torch.bool), formula, -(s * s)[:, None])  # 002: −a_j·a_j in row j
+    lse = finite_differences(lambda x: regard.logsumexp(x)[None], z)[0]
+    alt = "The Jacobian of a softmax over six scores: positive on the diagonal, negative and symmetric off it."
+    return conclude(
+        below("largest |diag(s) − s sᵀ − measured|", 1e-8, (formula - measured).abs().max()),
+        below("largest |regard.jacobian − measured|", 1e-8, (regard.jacobian(z) - measured).abs().max()).ours(),
+        below("largest |∂ lse/∂z_j − s_j|", 1e-8, (lse - s).abs().max()).ours(),
+        below("off-diagonal printed −a_j·a_j (note 002)", 1e-8, (printed - measured).abs().max()).beyond(),
+        below("∂ lse/∂z_j printed s_l, l ≠ j (note 000)", 1e-8, (lse - s.roll(1)).abs().max()).beyond(),
+        above("asymmetry of the matrix printed in 002", 1e-8, (printed - printed.T).abs().max()).ours(),
+        condition="two misprints are read as meant: off the diagonal −a_j·a_k (002 prints −a_j·a_j), and ∂ lse/∂z_j "
+        "= s_j (000 prints s_l)",
+        figure=Figure("heat", "score j", "weight i", alt=alt, rows=measured.tolist()),
+    )

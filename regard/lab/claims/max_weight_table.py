@@ -1,9 +1,7 @@
 """The note's own script, run many times: its printed output is not what it prints."""
 
 import regard
-from regard.lab.claim import Claim, Finding, near
-from regard.lab.estimate import mean, quantile
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, mean, near, quantile
 
 DIMS, RUNS = [16, 64, 256], 400
 UNSCALED, SCALED = [0.342, 0.891, 0.998], [0.289, 0.276, 0.301]
@@ -15,57 +13,44 @@ def script(sampler, d):
     return [regard.softmax(scale * dots).flatten(1).amax(-1) for scale in (1.0, d**-0.5)]
 
 
+@claim(
+    note="001",
+    statement="The note's script (10 queries, 10 keys) gives the largest weight 0.342, 0.891, 0.998 unscaled and "
+    "0.289, 0.276, 0.301 scaled.",
+    derivation=[
+        r"\max_{ij} w_{ij} \text{ over 10 rows is the sharpest row's: one unscaled row in ten is one-hot already "
+        r"at } d_k = 16"
+    ],
+    rule="Wrong if the median output over many runs differs from a printed number by more than 0.05.",
+)
 def measure(sampler):
     unscaled, scaled = zip(*(script(sampler, d) for d in DIMS), strict=True)
     medians = [quantile(x, 0.5) for x in (*unscaled, *scaled)]
     rows = regard.softmax(sampler.dots(64, RUNS, 10, 10) / 8).amax(-1).mean(-1)
     names = [f"{kind}, d_k = {d}" for kind in ("unscaled", "scaled") for d in DIMS]
-    return Finding(
-        [
-            *(
-                near(f"median output, {n}", c, m, 0.05)
-                for n, c, m in zip(names, UNSCALED + SCALED, medians, strict=True)
-            ),
-            near("mean of the ten rows' largest weights, scaled, d_k = 64", 0.32, mean(rows), 0.02).ours(),
-        ],
+    series = {
+        **{
+            name: (DIMS, *([float(x.quantile(p)) for x in runs] for p in (0.01, 0.5, 0.99)))
+            for name, runs in (("unscaled", unscaled), ("scaled", scaled))
+        },
+        "unscaled, claimed": (DIMS, UNSCALED, UNSCALED, UNSCALED),
+        "scaled, claimed": (DIMS, SCALED, SCALED, SCALED),
+    }
+    alt = (
+        "The script's median output and the claimed one: "
+        + "; ".join(
+            f"{m.value:.3f} and {c:.3f} {name}" for name, m, c in zip(names, medians, UNSCALED + SCALED, strict=True)
+        )
+        + "."
+    )
+    return conclude(
+        *(near(f"median output, {n}", c, m, 0.05) for n, c, m in zip(names, UNSCALED + SCALED, medians, strict=True)),
+        near("mean of the ten rows' largest weights, scaled, d_k = 64", 0.32, mean(rows), 0.02).ours(),
         right="The script takes the largest of 100 weights. Its median output is "
         + ", ".join(f"{m.value:.3f}" for m in medians[:3])
         + " unscaled and "
         + ", ".join(f"{m.value:.3f}" for m in medians[3:])
         + f" scaled; in {RUNS} runs at d_k = 16 unscaled the smallest "
         f"was {unscaled[0].min():.3f}.",
-        figure=lambda: Figure(
-            "bands",
-            "d_k",
-            "script's output: median, 1 to 99 %",
-            {
-                **{
-                    name: (DIMS, *([float(x.quantile(p)) for x in runs] for p in (0.01, 0.5, 0.99)))
-                    for name, runs in (("unscaled", unscaled), ("scaled", scaled))
-                },
-                "unscaled, claimed": (DIMS, UNSCALED, UNSCALED, UNSCALED),
-                "scaled, claimed": (DIMS, SCALED, SCALED, SCALED),
-            },
-            log_x=True,
-            alt="The script's median output and the claimed one: "
-            + "; ".join(
-                f"{m.value:.3f} and {c:.3f} {name}"
-                for name, m, c in zip(names, medians, UNSCALED + SCALED, strict=True)
-            )
-            + ".",
-        ),
+        figure=Figure("bands", "d_k", "script's output: median, 1 to 99 %", series, alt, log="x"),
     )
-
-
-claim = Claim(
-    id="max-weight-table",
-    note="001",
-    statement="The note's script (10 queries, 10 keys) gives the largest weight 0.342, 0.891, 0.998 unscaled and "
-    "0.289, 0.276, 0.301 scaled.",
-    derivation=[
-        r"\max_{ij} w_{ij} \text{ over 10 rows is the sharpest row's: one unscaled row in ten is one-hot already "
-        r"at } d_k = 16",
-    ],
-    rule="Wrong if the median output over many runs differs from a printed number by more than 0.05.",
-    measure=measure,
-)

@@ -3,9 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, below
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude
 
 
 def as_printed(blocks):
@@ -18,6 +16,16 @@ def as_printed(blocks):
     return total
 
 
+@claim(
+    note="002",
+    statement="Keeping (m, ℓ) per block gives the global maximum and denominator; the blocks are equal in size, and "
+    "ℓ_i is written without a sum inside the block.",
+    derivation=[
+        r"m_i = \max(m_{i-1}, \max z^i), \quad \ell_i = \sum_{j \le i} \sum_{x \in z^j} e^{x - m_i}",
+        r"\ell_i = e^{m_{i-1} - m_i}\,\ell_{i-1} + \sum_{x \in z^i} e^{x - m_i}",
+    ],
+    rule="Core: m, ℓ and weights from blocks, equal or not, equal the whole row's. Beyond: the recursion as printed.",
+)
 def measure(sampler):
     z = 3.0 * sampler.normal(60).double()
     whole = regard.softmax(z)
@@ -30,37 +38,21 @@ def measure(sampler):
         ragged.update(block)
     denominator = torch.exp(z - z.max()).sum()
     printed = (as_printed(z.split(6)) / denominator - 1.0).abs()
-    return Finding(
-        [
-            below("largest |online − whole| weight, ten equal blocks", 1e-14, exact((even - whole).abs().max())),
-            below("|m − max z|, blocks of 1, 17, 2, 30, 10", 1e-300, exact((ragged.max - z.max()).abs())),
-            below(
-                "relative error of ℓ, blocks of 1, 17, 2, 30, 10", 1e-14, exact((ragged.sum / denominator - 1).abs())
-            ),
-            below("relative error of ℓ, the block not summed (as printed)", 1e-3, exact(printed.max())).beyond(),
-        ],
+    series = {"OnlineSoftmax": (list(range(1, 11)), steps)}
+    alt = "The running denominator grows block by block and ends at the whole row's."
+    return conclude(
+        below("largest |online − whole| weight, ten equal blocks", 1e-14, (even - whole).abs().max()),
+        below("|m − max z|, blocks of 1, 17, 2, 30, 10", 1e-300, (ragged.max - z.max()).abs()),
+        below("relative error of ℓ, blocks of 1, 17, 2, 30, 10", 1e-14, (ragged.sum / denominator - 1).abs()),
+        below("relative error of ℓ, the block not summed (as printed)", 1e-3, printed.max()).beyond(),
         condition="the block's term is summed, ℓ_i = e^{m_{i−1}−m_i}·ℓ_{i−1} + Σ_j exp(zⁱ_j − m_i); equal blocks "
         "are not needed",
-        figure=lambda: Figure(
+        figure=Figure(
             "lines",
             "blocks seen",
             "ℓ so far, in units of e^(max z)",
-            {"OnlineSoftmax": (list(range(1, 11)), steps)},
+            series,
+            alt,
             guides={"denominator of the whole row": float(denominator)},
-            alt="The running denominator grows block by block and ends at the whole row's.",
         ),
     )
-
-
-claim = Claim(
-    id="online-softmax",
-    note="002",
-    statement="Keeping (m, ℓ) per block gives the global maximum and denominator; the blocks are equal in size, and "
-    "ℓ_i is written without a sum inside the block.",
-    derivation=[
-        r"m_i = \max(m_{i-1}, \max z^i), \quad \ell_i = \sum_{j \le i} \sum_{x \in z^j} e^{x - m_i}",
-        r"\ell_i = e^{m_{i-1} - m_i}\,\ell_{i-1} + \sum_{x \in z^i} e^{x - m_i}",
-    ],
-    rule="Core: m, ℓ and weights from blocks, equal or not, equal the whole row's. Beyond: the recursion as printed.",
-    measure=measure,
-)

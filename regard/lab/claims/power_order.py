@@ -1,9 +1,7 @@
 """a^k > a for k > 1: true above a = 1, the other way round below."""
 
 import regard
-from regard.lab.claim import Claim, Finding, near
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, exact, near
 
 
 def count_broken(sampler, low, high):
@@ -16,30 +14,7 @@ def count_broken(sampler, low, high):
     return exact((grows != (k > 1)).sum())
 
 
-def measure(sampler):
-    over, under = count_broken(sampler, 0.05, 3.0), count_broken(sampler, -3.0, -0.05)
-    powers = [0.25, 0.5, 1.0, 2.0, 3.0]
-    return Finding(
-        [
-            near("pairs (a, k) of 4000 that break it, a > 1", 0.0, over, 0.5),
-            near("pairs (a, k) of 4000 that break it, 0 < a < 1", 0.0, under, 0.5).beyond(),
-        ],
-        condition="a > 1 (the first score is the larger one)",
-        remark="For 0 < a < 1 both inequalities turn round, and a = 1 stays 1. The sharpening survives: the larger "
-        "weight gains either way.",
-        figure=lambda: Figure(
-            "lines",
-            "k",
-            "a^k / a",
-            {f"a = {a}": (powers, [a ** (k - 1) for k in powers]) for a in (2.0, 1.0, 0.5)},
-            log_y=True,
-            alt="a^k divided by a against k: rising for a = 2, flat for a = 1, falling for a = 0.5.",
-        ),
-    )
-
-
-claim = Claim(
-    id="power-order",
+@claim(
     note="000",
     statement="For any a > 0: a^k > a when k > 1 and a^k < a when 0 < k < 1.",
     derivation=[
@@ -47,5 +22,17 @@ claim = Claim(
         r"\text{so for } k > 1 \text{ it needs } \ln a > 0, \text{ that is } a > 1",
     ],
     rule="Core: a > 1 must always obey. Beyond: 0 < a < 1 must obey too for the statement as written.",
-    measure=measure,
 )
+def measure(sampler):
+    over, under = count_broken(sampler, 0.05, 3.0), count_broken(sampler, -3.0, -0.05)
+    powers = [0.25, 0.5, 1.0, 2.0, 3.0]
+    series = {f"a = {a}": (powers, [a ** (k - 1) for k in powers]) for a in (2.0, 1.0, 0.5)}
+    alt = "a^k divided by a against k: rising for a = 2, flat for a = 1, falling for a = 0.5."
+    return conclude(
+        near("pairs (a, k) of 4000 that break it, a > 1", 0.0, over, 0.5),
+        near("pairs (a, k) of 4000 that break it, 0 < a < 1", 0.0, under, 0.5).beyond(),
+        condition="a > 1 (the first score is the larger one)",
+        remark="For 0 < a < 1 both inequalities turn round, and a = 1 stays 1. The sharpening survives: the larger "
+        "weight gains either way.",
+        figure=Figure("lines", "k", "a^k / a", series, alt, log="y"),
+    )

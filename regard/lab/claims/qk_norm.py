@@ -4,9 +4,7 @@ import torch
 from torch.nn.functional import normalize as unit
 
 import regard
-from regard.lab.claim import Claim, Finding, below, near
-from regard.lab.estimate import exact, mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, mean, near
 
 SIZES = [0.1, 1.0, 10.0]
 GAIN = 8.0
@@ -16,62 +14,7 @@ def entropy(q, k, scale):
     return regard.attention(q, k, k, scale=scale, return_stats=("entropy",))[1].entropy.flatten()
 
 
-def measure(sampler):
-    q, k = sampler.normal(1, 1, 64, 64), sampler.normal(1, 1, 16, 64)
-    plain = torch.stack([entropy(size * q, size * k, "sqrt") for size in SIZES])
-    normed = torch.stack([entropy(unit(size * q, dim=-1), unit(size * k, dim=-1), GAIN) for size in SIZES])
-    sizes_q, sizes_k = (10 ** sampler.uniform(1, 1, n, 1, low=-1.0) for n in (64, 16))  # each vector its own
-    own = entropy(unit(sizes_q * q, dim=-1), unit(sizes_k * k, dim=-1), GAIN)
-    uneven = torch.ones(64)
-    uneven[:4] = 10.0
-    pairs = sampler.normal(2, 400, 8, 64)
-    even, odd = (mean(_deviation(_cosines(x))) for x in (pairs, pairs * uneven))
-    return Finding(
-        [
-            below(
-                "largest change of entropy, q and k both from 0.1 to 10 times, normalised",
-                1e-4,
-                exact((normed - normed[0]).abs().max()),
-            ),
-            below(
-                "largest change of entropy, each q and k its own factor, normalised",
-                1e-4,
-                exact((own - normed[1]).abs().max()),
-            ),
-            near("std of cos(q, k), 64 entries of equal variance (1/√d_k)", 0.125, even, 0.01),
-            near("the same, 4 of the 64 entries 10 times as large", 0.125, odd, 0.01).beyond(),
-        ],
-        condition="“variance” means one factor per vector. Unequal variances of its entries stay: with 4 of 64 entries "
-        f"10 times as large the scores' standard deviation is {odd.value:.2f} instead of {even.value:.3f}, that of "
-        f"{odd.value**-2:.0f} entries",
-        remark="A cosine lies in [−1, 1], so a gain must be learned to be sharp at all.",
-        figure=lambda: Figure(
-            "lines",
-            "factor on q and k",
-            "mean entropy, nats",
-            {
-                "scaled dot product": (SIZES, plain.mean(-1).tolist()),
-                "normalised q, k": (SIZES, normed.mean(-1).tolist()),
-            },
-            log_x=True,
-            alt=f"As q and k grow from {SIZES[0]:g} to {SIZES[-1]:g} times, the entropy of scaled dot products "
-            f"falls from {plain[0].mean():.2f} to {plain[-1].mean():.2f}; with normalised q and k it stays "
-            f"{normed.mean():.2f}.",
-        ),
-    )
-
-
-def _cosines(pairs):
-    q, k = unit(pairs, dim=-1)
-    return q @ k.transpose(-1, -2)
-
-
-def _deviation(x):
-    return x.flatten(1).square().mean(-1).sqrt()
-
-
-claim = Claim(
-    id="qk-norm",
+@claim(
     note="002",
     statement="Normalising q and k removes the influence of their variance.",
     derivation=[
@@ -82,5 +25,49 @@ claim = Claim(
     ],
     rule="Core: factors from 0.1 to 10 on q and on k change no row's entropy by more than 1e-4, and the cosines of "
     "equal variances have standard deviation 1/√d_k. Beyond: they keep it when the variances of the entries differ.",
-    measure=measure,
 )
+def measure(sampler):
+    q, k = sampler.normal(1, 1, 64, 64), sampler.normal(1, 1, 16, 64)
+    plain = torch.stack([entropy(size * q, size * k, "sqrt") for size in SIZES])
+    normed = torch.stack([entropy(unit(size * q, dim=-1), unit(size * k, dim=-1), GAIN) for size in SIZES])
+    sizes_q, sizes_k = (10 ** sampler.uniform(1, 1, n, 1, low=-1.0) for n in (64, 16))  # each vector its own
+    own = entropy(unit(sizes_q * q, dim=-1), unit(sizes_k * k, dim=-1), GAIN)
+    uneven = torch.ones(64)
+    uneven[:4] = 10.0
+    pairs = sampler.normal(2, 400, 8, 64)
+    even, odd = (mean(_deviation(_cosines(x))) for x in (pairs, pairs * uneven))
+    series = {
+        "scaled dot product": (SIZES, plain.mean(-1).tolist()),
+        "normalised q, k": (SIZES, normed.mean(-1).tolist()),
+    }
+    alt = (
+        f"As q and k grow from {SIZES[0]:g} to {SIZES[-1]:g} times, the entropy of scaled dot products "
+        f"falls from {plain[0].mean():.2f} to {plain[-1].mean():.2f}; with normalised q and k it stays "
+        f"{normed.mean():.2f}."
+    )
+    return conclude(
+        below(
+            "largest change of entropy, q and k both from 0.1 to 10 times, normalised",
+            1e-4,
+            (normed - normed[0]).abs().max(),
+        ),
+        below(
+            "largest change of entropy, each q and k its own factor, normalised", 1e-4, (own - normed[1]).abs().max()
+        ),
+        near("std of cos(q, k), 64 entries of equal variance (1/√d_k)", 0.125, even, 0.01),
+        near("the same, 4 of the 64 entries 10 times as large", 0.125, odd, 0.01).beyond(),
+        condition="“variance” means one factor per vector. Unequal variances of its entries stay: with 4 of 64 entries "
+        f"10 times as large the scores' standard deviation is {odd.value:.2f} instead of {even.value:.3f}, that of "
+        f"{odd.value**-2:.0f} entries",
+        remark="A cosine lies in [−1, 1], so a gain must be learned to be sharp at all.",
+        figure=Figure("lines", "factor on q and k", "mean entropy, nats", series, alt, log="x"),
+    )
+
+
+def _cosines(pairs):
+    q, k = unit(pairs, dim=-1)
+    return q @ k.transpose(-1, -2)
+
+
+def _deviation(x):
+    return x.flatten(1).square().mean(-1).sqrt()

@@ -3,9 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, above, below
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude
 
 GAPS = [1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 100.0, 104.0, 200.0, 400.0, 690.0, 746.0, 800.0]
 
@@ -25,6 +23,15 @@ def torch_softmax(scores):
     return torch.softmax(scores, -1)
 
 
+@claim(
+    note="002",
+    statement="softmax maps into the open (0, 1).",
+    derivation=[
+        r"0 < e^{z_i} < \sum_j e^{z_j} \text{ for } K \ge 2",
+        r"\text{in float32: } e^{-200} \to 0, \quad 1/(1 + e^{-32}) \to 1",
+    ],
+    rule="Core: weights of ordinary scores lie strictly inside. Beyond: large gaps in float32, and a single score.",
+)
 def measure(sampler):
     w = regard.softmax(sampler.normal(1000, 16).double())
     drawn = {
@@ -33,38 +40,22 @@ def measure(sampler):
     }
     single, double = (edges(torch_softmax, dtype) for dtype in (torch.float32, torch.float64))
     own = [edges(regard.softmax, dtype)[1] for dtype in (torch.float32, torch.float64)]
-    return Finding(
-        [
-            above("smallest weight, normal scores", 0.0, exact(w.min())),
-            below("largest weight, normal scores", 1.0, exact(w.max())),
-            below("largest of two weights 32 apart, float32", 1.0, exact(pair(32.0, torch.float32)[0])).beyond(),
-            above("smallest of two weights 200 apart, float32", 0.0, exact(pair(200.0, torch.float32)[1])).beyond(),
-            below("the weight of a single score (K = 1)", 1.0, exact(regard.softmax(torch.zeros(1)).max())).beyond(),
-        ],
+    series = {name: (GAPS, smaller) for name, smaller in drawn.items()}
+    alt = (
+        "The smaller of two weights, by torch.softmax, falls as e to the minus gap; it is exactly 0 from a "
+        f"gap of {single[1]} on in float32 and of {double[1]} in float64."
+    )
+    return conclude(
+        above("smallest weight, normal scores", 0.0, w.min()),
+        below("largest weight, normal scores", 1.0, w.max()),
+        below("largest of two weights 32 apart, float32", 1.0, pair(32.0, torch.float32)[0]).beyond(),
+        above("smallest of two weights 200 apart, float32", 0.0, pair(200.0, torch.float32)[1]).beyond(),
+        below("the weight of a single score (K = 1)", 1.0, regard.softmax(torch.zeros(1)).max()).beyond(),
         condition="K ≥ 2 and the scores lie close enough. By torch.softmax the larger of two weights rounds to 1 at "
         f"a gap of {single[0]} in float32 and {double[0]} in float64, the smaller to 0 at {single[1]} and {double[1]}",
         remark=f"regard.softmax gives 0 from gaps of {own[0]} and {own[1]} on: its exp on the CPU leaves out the "
         "numbers too small for all their digits (subnormal).",
-        figure=lambda: Figure(
-            "lines",
-            "gap between two scores",
-            "smaller weight, torch.softmax (foot: ≤ 1e-300)",
-            {name: (GAPS, smaller) for name, smaller in drawn.items()},
-            log_y=True,
-            alt="The smaller of two weights, by torch.softmax, falls as e to the minus gap; it is exactly 0 from a "
-            f"gap of {single[1]} on in float32 and of {double[1]} in float64.",
+        figure=Figure(
+            "lines", "gap between two scores", "smaller weight, torch.softmax (foot: ≤ 1e-300)", series, alt, log="y"
         ),
     )
-
-
-claim = Claim(
-    id="range",
-    note="002",
-    statement="softmax maps into the open (0, 1).",
-    derivation=[
-        r"0 < e^{z_i} < \sum_j e^{z_j} \text{ for } K \ge 2",
-        r"\text{in float32: } e^{-200} \to 0, \quad 1/(1 + e^{-32}) \to 1",
-    ],
-    rule="Core: weights of ordinary scores lie strictly inside. Beyond: large gaps in float32, and a single score.",
-    measure=measure,
-)

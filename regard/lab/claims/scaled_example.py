@@ -3,44 +3,26 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, near
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, near
 
 SCORES = [-3.0, -1.0, 0.0, 1.0, 3.0]
 CLAIMED = [0.012, 0.089, 0.243, 0.661, 0.995]
 
 
+@claim(
+    note="001",
+    statement="softmax(−3, −1, 0, 1, 3) = (0.012, 0.089, 0.243, 0.661, 0.995).",
+    derivation=[r"Z = e^{-3} + e^{-1} + 1 + e + e^{3} = 24.22", r"w_5 = 20.09/24.22 = 0.829"],
+    rule="Holds if every weight agrees to half a unit of its last digit and the five sum to 1.",
+)
 def measure(sampler):
     w = regard.softmax(torch.tensor(SCORES, dtype=torch.float64))
     listed = ", ".join(f"{p:.3f}" for p in w)
-    return Finding(
-        [
-            *(
-                near(f"weight of {z:g}", c, exact(p), 0.0005)
-                for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))
-            ),
-            near("sum of the printed weights", 1.0, exact(sum(CLAIMED)), 0.0025),
-        ],
+    series = {"claimed": ([f"{z:g}" for z in SCORES], CLAIMED), "measured": ([f"{z:g}" for z in SCORES], w.tolist())}
+    alt = f"Claimed weights {', '.join(map(str, CLAIMED))}; measured {listed}."
+    return conclude(
+        *(near(f"weight of {z:g}", c, p, 0.0005) for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))),
+        near("sum of the printed weights", 1.0, sum(CLAIMED), 0.0025),
         right=f"softmax(−3, −1, 0, 1, 3) = ({listed}); the printed five sum to {sum(CLAIMED):.3f} and are no weights.",
-        figure=lambda: Figure(
-            "bars",
-            "score",
-            "weight",
-            {"claimed": ([f"{z:g}" for z in SCORES], CLAIMED), "measured": ([f"{z:g}" for z in SCORES], w.tolist())},
-            alt=f"Claimed weights {', '.join(map(str, CLAIMED))}; measured {listed}.",
-        ),
+        figure=Figure("bars", "score", "weight", series, alt),
     )
-
-
-claim = Claim(
-    id="scaled-example",
-    note="001",
-    statement="softmax(−3, −1, 0, 1, 3) = (0.012, 0.089, 0.243, 0.661, 0.995).",
-    derivation=[
-        r"Z = e^{-3} + e^{-1} + 1 + e + e^{3} = 24.22",
-        r"w_5 = 20.09/24.22 = 0.829",
-    ],
-    rule="Holds if every weight agrees to half a unit of its last digit and the five sum to 1.",
-    measure=measure,
-)

@@ -1,41 +1,28 @@
 """Dividing by √d_k makes the variance 1 at every d_k."""
 
-from regard.lab.claim import Claim, Finding, near
-from regard.lab.estimate import mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, mean, near
 
 DIMS = [1, 4, 16, 64, 256]
 BLOCKS = {1: 12000, 4: 5000, 16: 2000, 64: 1000, 256: 500}
 
 
-def measure(sampler):
-    variances = [mean((sampler.dots(d, BLOCKS[d], 12, 12) / d**0.5).square().mean((-1, -2))) for d in DIMS]
-    return Finding(
-        [
-            near(f"Var(q·k/√d_k) at d_k = {d}", 1.0, v, 0.06)
-            for d, v in reversed(list(zip(DIMS, variances, strict=True)))
-        ],
-        figure=lambda: Figure(
-            "bands",
-            "d_k",
-            "Var(q·k/√d_k)",
-            {"measured": (DIMS, [v.low for v in variances], [v.value for v in variances], [v.high for v in variances])},
-            log_x=True,
-            guides={"predicted": 1.0},
-            alt="The variance of the scaled score: "
-            f"{', '.join(f'{v.value:.3f} at d_k {d}' for d, v in zip(DIMS, variances, strict=True))}.",
-        ),
-    )
-
-
-claim = Claim(
-    id="scaled-variance",
+@claim(
     note="001, 003",
     statement="Var(q·k/√d_k) = 1 for every d_k.",
-    derivation=[
-        r"\mathrm{Var}(X/c) = \mathrm{Var}(X)/c^2",
-        r"\mathrm{Var}(q \cdot k/\sqrt{d_k}) = d_k/d_k = 1",
-    ],
+    derivation=[r"\mathrm{Var}(X/c) = \mathrm{Var}(X)/c^2", r"\mathrm{Var}(q \cdot k/\sqrt{d_k}) = d_k/d_k = 1"],
     rule="Holds if the variance is 1 to 6 % at every d_k from 1 to 256.",
-    measure=measure,
 )
+def measure(sampler):
+    variances = [mean((sampler.dots(d, BLOCKS[d], 12, 12) / d**0.5).square().mean((-1, -2))) for d in DIMS]
+    series = {"measured": (DIMS, [v.low for v in variances], [v.value for v in variances], [v.high for v in variances])}
+    alt = (
+        "The variance of the scaled score: "
+        f"{', '.join(f'{v.value:.3f} at d_k {d}' for d, v in zip(DIMS, variances, strict=True))}."
+    )
+    return conclude(
+        *(
+            near(f"Var(q·k/√d_k) at d_k = {d}", 1.0, v, 0.06)
+            for d, v in reversed(list(zip(DIMS, variances, strict=True)))
+        ),
+        figure=Figure("bands", "d_k", "Var(q·k/√d_k)", series, alt, log="x", guides={"predicted": 1.0}),
+    )

@@ -3,44 +3,12 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, above, below
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude
 
 SHIFTS = [1.0, 1e2, 1e4, 1e6, 1e8]
 
 
-def measure(sampler):
-    z = sampler.normal(200, 16, dtype=torch.float64)
-    double = [float((regard.softmax(z + c) - regard.softmax(z)).abs().max()) for c in SHIFTS]
-    single = [float((regard.softmax(z.float() + c) - regard.softmax(z.float())).abs().max()) for c in SHIFTS]
-    return Finding(
-        [
-            below("largest change of a weight, float64, c = 100", 1e-13, exact(double[1])),
-            below("largest change of a weight, float32, c = 100", 1e-5, exact(single[1])),
-            below("largest change of a weight, float32, c = 1e8", 1e-5, exact(single[-1])).beyond(),
-            above("the same: z is round_numbers away", 0.1, exact(single[-1])).ours(),
-        ],
-        condition="up to rounding: z + c must keep the digits of z. In float32 a shift by 1e8 rounds z away and "
-        f"changes a weight by {single[-1]:.2f}",
-        figure=lambda: Figure(
-            "lines",
-            "shift c",
-            "largest change of a weight (0: at the foot)",
-            {
-                "float64": (SHIFTS, [max(x, 1e-17) for x in double]),
-                "float32": (SHIFTS, [max(x, 1e-17) for x in single]),
-            },
-            log_x=True,
-            log_y=True,
-            alt=f"The largest change of a weight grows with c, as z + c loses digits of z: at c = {SHIFTS[-1]:g} it is "
-            f"{single[-1]:.2g} in float32 and {double[-1]:.2g} in float64.",
-        ),
-    )
-
-
-claim = Claim(
-    id="shift-invariance",
+@claim(
     note="002",
     statement="softmax(z + c) = softmax(z).",
     derivation=[
@@ -51,5 +19,25 @@ claim = Claim(
     ],
     rule="Core: shifts by 100 change weights by rounding only, in float64 and float32. Beyond: a shift by 1e8 in "
     "float32.",
-    measure=measure,
 )
+def measure(sampler):
+    z = sampler.normal(200, 16, dtype=torch.float64)
+    double = [float((regard.softmax(z + c) - regard.softmax(z)).abs().max()) for c in SHIFTS]
+    single = [float((regard.softmax(z.float() + c) - regard.softmax(z.float())).abs().max()) for c in SHIFTS]
+    series = {
+        "float64": (SHIFTS, [max(x, 1e-17) for x in double]),
+        "float32": (SHIFTS, [max(x, 1e-17) for x in single]),
+    }
+    alt = (
+        f"The largest change of a weight grows with c, as z + c loses digits of z: at c = {SHIFTS[-1]:g} it is "
+        f"{single[-1]:.2g} in float32 and {double[-1]:.2g} in float64."
+    )
+    return conclude(
+        below("largest change of a weight, float64, c = 100", 1e-13, double[1]),
+        below("largest change of a weight, float32, c = 100", 1e-5, single[1]),
+        below("largest change of a weight, float32, c = 1e8", 1e-5, single[-1]).beyond(),
+        above("the same: z is round_numbers away", 0.1, single[-1]).ours(),
+        condition="up to rounding: z + c must keep the digits of z. In float32 a shift by 1e8 rounds z away and "
+        f"changes a weight by {single[-1]:.2f}",
+        figure=Figure("lines", "shift c", "largest change of a weight (0: at the foot)", series, alt, log="xy"),
+    )

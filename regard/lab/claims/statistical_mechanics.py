@@ -3,9 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, below
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude
 
 TEMPERATURES = [0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0]
 
@@ -22,6 +20,17 @@ def thermodynamics(z, t):
     )
 
 
+@claim(
+    note="002",
+    statement="Softmax is the Boltzmann distribution: free energy, energy, entropy, and the heat capacity as a "
+    "variance.",
+    derivation=[
+        r"w_i = e^{-E_i/T}/Z,\; E_i = -z_i, \quad F = -T \ln Z = U - T S",
+        r"U = \langle E \rangle, \quad S = -\partial F/\partial T, \quad C = \frac{dU}{dT} = "
+        r"\frac{\mathrm{Var}(E)}{T^2}",
+    ],
+    rule="Holds if F = U − TS, S = −dF/dT and C = Var(E)/T² at eleven temperatures.",
+)
 def measure(sampler):
     z = sampler.normal(12).double()
     table = torch.tensor([thermodynamics(z, t) for t in TEMPERATURES], dtype=torch.float64)
@@ -34,35 +43,15 @@ def measure(sampler):
     entropy_from_f = torch.tensor(
         [-(a[0] - b[0]) / (2 * step * x) for a, b, x in zip(warmer, colder, TEMPERATURES, strict=True)]
     )
-    return Finding(
-        [
-            below("largest |C − dU/dT|", 1e-5, exact((c - by_differences).abs().max())),
-            below("largest |F − (U − T·S)|", 1e-12, exact((f - (u - t * s)).abs().max())),
-            below("largest |S + dF/dT|", 1e-5, exact((s - entropy_from_f).abs().max())),
-        ],
-        remark="The section is empty in the note; this is what it would say.",
-        figure=lambda: Figure(
-            "lines",
-            "temperature T",
-            "per row, nats",
-            {"entropy S": (TEMPERATURES, s.tolist()), "heat capacity C": (TEMPERATURES, c.tolist())},
-            log_x=True,
-            alt=f"From temperature {TEMPERATURES[0]:g} to {TEMPERATURES[-1]:g} the entropy rises from {s[0]:.2f} to "
-            f"{s[-1]:.2f} nats; the heat capacity is largest, {c.max():.2f}, at {TEMPERATURES[int(c.argmax())]:g}.",
-        ),
+    series = {"entropy S": (TEMPERATURES, s.tolist()), "heat capacity C": (TEMPERATURES, c.tolist())}
+    alt = (
+        f"From temperature {TEMPERATURES[0]:g} to {TEMPERATURES[-1]:g} the entropy rises from {s[0]:.2f} to "
+        f"{s[-1]:.2f} nats; the heat capacity is largest, {c.max():.2f}, at {TEMPERATURES[int(c.argmax())]:g}."
     )
-
-
-claim = Claim(
-    id="statistical-mechanics",
-    note="002",
-    statement="Softmax is the Boltzmann distribution: free energy, energy, entropy, and the heat capacity as a "
-    "variance.",
-    derivation=[
-        r"w_i = e^{-E_i/T}/Z,\; E_i = -z_i, \quad F = -T \ln Z = U - T S",
-        r"U = \langle E \rangle, \quad S = -\partial F/\partial T, \quad C = \frac{dU}{dT} = "
-        r"\frac{\mathrm{Var}(E)}{T^2}",
-    ],
-    rule="Holds if F = U − TS, S = −dF/dT and C = Var(E)/T² at eleven temperatures.",
-    measure=measure,
-)
+    return conclude(
+        below("largest |C − dU/dT|", 1e-5, (c - by_differences).abs().max()),
+        below("largest |F − (U − T·S)|", 1e-12, (f - (u - t * s)).abs().max()),
+        below("largest |S + dF/dT|", 1e-5, (s - entropy_from_f).abs().max()),
+        remark="The section is empty in the note; this is what it would say.",
+        figure=Figure("lines", "temperature T", "per row, nats", series, alt, log="x"),
+    )

@@ -1,39 +1,11 @@
 """[−24, 24] is three standard deviations at d_k = 64: nearly all scores, but not their span."""
 
-from regard.lab.claim import Claim, Finding, above, below, near
-from regard.lab.estimate import mean, quantile
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude, mean, near, quantile
 
 COUNTS = [16, 64, 256, 1024]
 
 
-def measure(sampler):
-    scores = sampler.dots(64, 600)  # 600 blocks of 1024 scores
-    inside = mean((scores.abs() <= 24).double().mean((-1, -2)))
-    largest = [quantile(scores.flatten(1)[:, :n].abs().amax(-1), 0.5) for n in COUNTS]
-    return Finding(
-        [
-            above("share of scores within ±24", 0.99, inside),
-            near("share of scores within ±24, a normal law", 0.9973, inside, 0.003).ours(),
-            below("median of the largest |q·k| among 1024", 24.0, largest[-1]).beyond(),
-        ],
-        condition=f"“span” means the bulk, {100 * inside.value:.1f} % of the scores; the largest grows with their "
-        "number, about as 8·√(2 ln n)",
-        figure=lambda: Figure(
-            "lines",
-            "number of scores",
-            "median largest |q·k|",
-            {"measured": (COUNTS, [e.value for e in largest])},
-            log_x=True,
-            guides={"24": 24.0},
-            alt="The median of the largest of n scores: "
-            f"{', '.join(f'{e.value:.1f} of {n}' for n, e in zip(COUNTS, largest, strict=True))}.",
-        ),
-    )
-
-
-claim = Claim(
-    id="three-sigma",
+@claim(
     note="001",
     statement="At d_k = 64 the dot products span about [−24, 24].",
     derivation=[
@@ -41,5 +13,21 @@ claim = Claim(
         r"\mathbb{E}\max_{j \le n} |q \cdot k_j| \approx \sigma\sqrt{2 \ln n}",
     ],
     rule="Core: more than 99 % lie within. Beyond: the largest of 1024 scores must lie within too, to be a span.",
-    measure=measure,
 )
+def measure(sampler):
+    scores = sampler.dots(64, 600)  # 600 blocks of 1024 scores
+    inside = mean((scores.abs() <= 24).double().mean((-1, -2)))
+    largest = [quantile(scores.flatten(1)[:, :n].abs().amax(-1), 0.5) for n in COUNTS]
+    series = {"measured": (COUNTS, [e.value for e in largest])}
+    alt = (
+        "The median of the largest of n scores: "
+        f"{', '.join(f'{e.value:.1f} of {n}' for n, e in zip(COUNTS, largest, strict=True))}."
+    )
+    return conclude(
+        above("share of scores within ±24", 0.99, inside),
+        near("share of scores within ±24, a normal law", 0.9973, inside, 0.003).ours(),
+        below("median of the largest |q·k| among 1024", 24.0, largest[-1]).beyond(),
+        condition=f"“span” means the bulk, {100 * inside.value:.1f} % of the scores; the largest grows with their "
+        "number, about as 8·√(2 ln n)",
+        figure=Figure("lines", "number of scores", "median largest |q·k|", series, alt, log="x", guides={"24": 24.0}),
+    )

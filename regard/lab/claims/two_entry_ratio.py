@@ -1,13 +1,17 @@
 """Scaling two scores by k raises the ratio of their weights to the k-th power."""
 
 import regard
-from regard.lab.claim import Claim, Finding, near
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, near
 
 SCALES = [0.25, 0.5, 1.0, 2.0, 4.0]
 
 
+@claim(
+    note="000",
+    statement="Scaling two scores by k turns their weight ratio a = e^(x1−x2) into a^k.",
+    derivation=[r"\frac{w_1}{w_2} = \frac{e^{k x_1}/Z}{e^{k x_2}/Z} = e^{k(x_1 - x_2)} = a^k"],
+    rule="Holds if the log ratio equals k·log a to rounding for every pair and every k.",
+)
 def measure(sampler):
     x = sampler.normal(1000, 2).double()
     log_a = x[:, 0] - x[:, 1]
@@ -17,26 +21,12 @@ def measure(sampler):
         log_ratio = (w[:, 0] / w[:, 1]).log()
         worst = max(worst, float((log_ratio - k * log_a).abs().max()))
         example.append(float(log_ratio[0] / log_a[0]))
-    return Finding(
-        [near("largest |log(w₁/w₂) − k·log a| over 5000 pairs", 0.0, exact(worst), 1e-10)],
-        figure=lambda: Figure(
-            "lines",
-            "k",
-            "log(w₁/w₂) / log a",
-            {"measured": (SCALES, example), "a^k": (SCALES, SCALES)},
-            alt="The log ratio of two weights, divided by log a, is k itself: "
-            f"{', '.join(f'{x:.3f} at {k:g}' for k, x in zip(SCALES, example, strict=True))}.",
-        ),
+    series = {"measured": (SCALES, example), "a^k": (SCALES, SCALES)}
+    alt = (
+        "The log ratio of two weights, divided by log a, is k itself: "
+        f"{', '.join(f'{x:.3f} at {k:g}' for k, x in zip(SCALES, example, strict=True))}."
     )
-
-
-claim = Claim(
-    id="two-entry-ratio",
-    note="000",
-    statement="Scaling two scores by k turns their weight ratio a = e^(x1−x2) into a^k.",
-    derivation=[
-        r"\frac{w_1}{w_2} = \frac{e^{k x_1}/Z}{e^{k x_2}/Z} = e^{k(x_1 - x_2)} = a^k",
-    ],
-    rule="Holds if the log ratio equals k·log a to rounding for every pair and every k.",
-    measure=measure,
-)
+    return conclude(
+        near("largest |log(w₁/w₂) − k·log a| over 5000 pairs", 0.0, worst, 1e-10),
+        figure=Figure("lines", "k", "log(w₁/w₂) / log a", series, alt),
+    )

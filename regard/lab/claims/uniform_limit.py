@@ -1,47 +1,29 @@
 """τ → ∞ gives 1/K."""
 
 import regard
-from regard.lab.claim import Claim, Finding, below, near
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, near
 
 TEMPERATURES = [1.0, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6]
 
 
-def measure(sampler):
-    z = sampler.normal(8).double()
-    off = [float((regard.softmax(z, temperature=t) - 1 / 8).abs().max()) for t in TEMPERATURES]
-    first_order = float((z - z.mean()).abs().max()) / 8
-    return Finding(
-        [
-            below("largest |w − 1/K| at τ = 1e6", 1e-5, exact(off[-1])),
-            near("τ·|w − 1/K| at τ = 1e6 over its first order", 1.0, exact(off[-1] * 1e6 / first_order), 1e-3).ours(),
-            below(
-                "largest |w − 1/K| at τ = ∞",
-                1e-15,
-                exact((regard.softmax(z, temperature=float("inf")) - 1 / 8).abs().max()),
-            ),
-        ],
-        figure=lambda: Figure(
-            "lines",
-            "temperature τ",
-            "largest |w − 1/K|",
-            {
-                "measured": (TEMPERATURES, off),
-                "|z − mean| / Kτ": (TEMPERATURES, [first_order / t for t in TEMPERATURES]),
-            },
-            log_x=True,
-            log_y=True,
-            alt="The distance from uniform falls as one over the temperature.",
-        ),
-    )
-
-
-claim = Claim(
-    id="uniform-limit",
+@claim(
     note="002",
     statement="τ → ∞ gives 1/K.",
     derivation=[r"e^{z/\tau} \to 1, \quad w_i = \frac{1}{K}\left(1 + \frac{z_i - \bar z}{\tau}\right) + O(\tau^{-2})"],
     rule="Holds if τ = 10⁶ is within 1e-5 of 1/K and the rest is first order in 1/τ.",
-    measure=measure,
 )
+def measure(sampler):
+    z = sampler.normal(8).double()
+    off = [float((regard.softmax(z, temperature=t) - 1 / 8).abs().max()) for t in TEMPERATURES]
+    first_order = float((z - z.mean()).abs().max()) / 8
+    series = {
+        "measured": (TEMPERATURES, off),
+        "|z − mean| / Kτ": (TEMPERATURES, [first_order / t for t in TEMPERATURES]),
+    }
+    alt = "The distance from uniform falls as one over the temperature."
+    return conclude(
+        below("largest |w − 1/K| at τ = 1e6", 1e-5, off[-1]),
+        near("τ·|w − 1/K| at τ = 1e6 over its first order", 1.0, off[-1] * 1e6 / first_order, 1e-3).ours(),
+        below("largest |w − 1/K| at τ = ∞", 1e-15, (regard.softmax(z, temperature=float("inf")) - 1 / 8).abs().max()),
+        figure=Figure("lines", "temperature τ", "largest |w − 1/K|", series, alt, log="xy"),
+    )

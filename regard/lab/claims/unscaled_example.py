@@ -3,35 +3,22 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, near
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, near
 
 SCORES, CLAIMED = [-24.0, -10.0, 0.0, 10.0, 24.0], [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
-def measure(sampler):
-    w = regard.softmax(torch.tensor(SCORES, dtype=torch.float64))
-    return Finding(
-        [
-            near(f"weight of {z:g}", c, exact(p), 0.0005)
-            for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))
-        ],
-        figure=lambda: Figure(
-            "bars",
-            "score",
-            "weight",
-            {"claimed": ([f"{z:g}" for z in SCORES], CLAIMED), "measured": ([f"{z:g}" for z in SCORES], w.tolist())},
-            alt="All weight sits on the score 24, claimed and measured alike.",
-        ),
-    )
-
-
-claim = Claim(
-    id="unscaled-example",
+@claim(
     note="001",
     statement="softmax(−24, −10, 0, 10, 24) ≈ (0, 0, 0, 0, 1).",
     derivation=[r"w_5 = 1/(1 + e^{-14} + e^{-24} + \dots) = 1 - 8.3 \times 10^{-7}"],
     rule="Holds if every weight agrees to three digits.",
-    measure=measure,
 )
+def measure(sampler):
+    w = regard.softmax(torch.tensor(SCORES, dtype=torch.float64))
+    series = {"claimed": ([f"{z:g}" for z in SCORES], CLAIMED), "measured": ([f"{z:g}" for z in SCORES], w.tolist())}
+    alt = "All weight sits on the score 24, claimed and measured alike."
+    return conclude(
+        *(near(f"weight of {z:g}", c, p, 0.0005) for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))),
+        figure=Figure("bars", "score", "weight", series, alt),
+    )

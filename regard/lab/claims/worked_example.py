@@ -3,13 +3,17 @@
 import torch
 
 import regard
-from regard.lab.claim import Claim, Finding, near
-from regard.lab.estimate import exact
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, near
 
 Q, K = [0.5, -0.3, 1.2], [-0.7, 0.4, 0.9]
 
 
+@claim(
+    note="003",
+    statement="The 3-dimensional example: q·k = 0.61, scaled 0.35.",
+    derivation=[r"-0.35 - 0.12 + 1.08 = 0.61, \quad 0.61/\sqrt 3 = 0.352"],
+    rule="Holds if both numbers agree to half a unit of the last digit.",
+)
 def measure(sampler):
     q, k = (torch.tensor(x, dtype=torch.float64).reshape(1, 1, 1, 3) for x in (Q, K))
     logits = [
@@ -17,24 +21,13 @@ def measure(sampler):
         for scale in ("none", "sqrt")
     ]
     products = [a * b for a, b in zip(Q, K, strict=True)]
-    return Finding(
-        [near("q·k", 0.61, exact(logits[0]), 0.005), near("q·k/√3", 0.35, exact(logits[1]), 0.005)],
-        figure=lambda: Figure(
-            "bars",
-            "entry",
-            "q_i·k_i",
-            {"products": (["1", "2", "3", "sum", "sum/√3"], [*products, *logits])},
-            alt=f"The products {', '.join(f'{x:.2f}' for x in products)}, their sum {logits[0]:.2f} and the scaled sum "
-            f"{logits[1]:.2f}.",
-        ),
+    series = {"products": (["1", "2", "3", "sum", "sum/√3"], [*products, *logits])}
+    alt = (
+        f"The products {', '.join(f'{x:.2f}' for x in products)}, their sum {logits[0]:.2f} and the scaled sum "
+        f"{logits[1]:.2f}."
     )
-
-
-claim = Claim(
-    id="worked-example",
-    note="003",
-    statement="The 3-dimensional example: q·k = 0.61, scaled 0.35.",
-    derivation=[r"-0.35 - 0.12 + 1.08 = 0.61, \quad 0.61/\sqrt 3 = 0.352"],
-    rule="Holds if both numbers agree to half a unit of the last digit.",
-    measure=measure,
-)
+    return conclude(
+        near("q·k", 0.61, logits[0], 0.005),
+        near("q·k/√3", 0.35, logits[1], 0.005),
+        figure=Figure("bars", "entry", "q_i·k_i", series, alt),
+    )

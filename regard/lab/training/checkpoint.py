@@ -14,9 +14,8 @@ The file is written atomically: under a temporary name, then renamed.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -36,57 +35,33 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: 
     tensors["random.cpu"] = torch.get_rng_state()
     if any(value.is_cuda for value in tensors.values()):
         tensors["random.cuda"] = torch.cuda.get_rng_state()
-    write_atomically(path, serialize(copy_to_cpu(tensors), {"notes": json.dumps(notes)}))
+    on_cpu = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    write_atomically(path, serialize(on_cpu, {"notes": json.dumps(notes)}))
 
 
 def load(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, check: Callable[[dict], None] = lambda notes: None
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    check: Callable[[dict], None] = lambda notes: None,
 ) -> dict:
     """Restore a run and return its notes; `check` is called with them first and may raise."""
     from safetensors import safe_open
 
-    with report_damage(path):
-        with safe_open(path, "pt") as file:
-            notes = json.loads(file.metadata()["notes"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, value in _with_prefix("optimizer", tensors).items():
-            index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = value
-    check(notes)
-    with report_damage(path):
-        model.load_state_dict(_with_prefix("model", tensors))
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        torch.set_rng_state(tensors["random.cpu"])
-        if "random.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random.cuda"])
+    with safe_open(path, "pt") as file:
+        notes = json.loads(file.metadata()["notes"])
+        check(notes)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in _with_prefix("optimizer", tensors).items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = value
+    model.load_state_dict(_with_prefix("model", tensors))
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    torch.set_rng_state(tensors["random.cpu"])
+    if "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"])
     return notes
-
-
-@contextlib.contextmanager
-def report_damage(path: Path) -> Iterator[None]:
-    """Raise any error of the block, OSErrors aside, as a ValueError that the file is damaged."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as wrong:
-        why = str(wrong).strip().partition("\n")[0]
-        raise ValueError(
-            f"{path} is damaged ({type(wrong).__name__}: {why}); remove it to start its run again, or choose another "
-            "--out"
-        ) from wrong
-
-
-def copy_to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to the CPU with one transfer per dtype and device, because each transfer waits for the device."""
-    copies = {}
-    for kind in {(value.dtype, value.device) for value in tensors.values()}:
-        names = [name for name, value in tensors.items() if (value.dtype, value.device) == kind]
-        parts = torch.cat([tensors[name].detach().flatten() for name in names]).cpu()
-        for name, part in zip(names, parts.split([tensors[name].numel() for name in names]), strict=True):
-            copies[name] = part.reshape(tensors[name].shape).clone()
-    return copies
 
 
 def _with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -94,9 +69,6 @@ def _with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, creating its folder; an error names the file, not the temporary one."""
+    """Write a file atomically, creating its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        files.write(path, content)
-    except OSError as wrong:
-        raise OSError(wrong.errno, wrong.strerror or str(wrong), str(path)) from wrong
+    files.write(path, content)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from regard.lab.estimate import Estimate
 from regard.lab.figure import Figure
-from regard.lab.training.results import estimate, final_values, paired_differences, plus_minus, sign_of
+from regard.lab.training.results import draw_runs, estimate, paired_differences, plus_minus, sign_of
 from regard.table import Table
 
 BASE = "softmax"
@@ -45,16 +45,6 @@ def describe(difference: Estimate, lower_is_better: bool) -> str:
     if sign == 0:
         return "not distinguishable"
     return "better" if (sign < 0) == lower_is_better else "worse"
-
-
-def rank(result: dict, base: str = BASE) -> list[str]:
-    """Return the variants but the base, best mean of the metric first; those with a diverged run last."""
-    better = 1 if is_lower_better(result) else -1
-    told = result["summary"]
-    return sorted(
-        (name for name in told if name != base),
-        key=lambda name: (told[name]["diverged"], better * told[name].get(result["metric"], {"mean": 0.0})["mean"]),
-    )
 
 
 def is_lower_better(result: dict) -> bool:
@@ -92,8 +82,5 @@ def sorted_by_metric(result: dict) -> list[str]:
 
 def figures(result: dict) -> dict[str, Figure]:
     """Draw the metric of every run, a column of dots per variant, best mean first."""
-    runs = {name: list(final_values(result, name).values()) for name in sorted_by_metric(result)}
     title = "validation loss" if result["metric"] == "loss" else "BLEU"
-    means = ", ".join(f"{name} {sum(v) / len(v):.4g}" for name, v in runs.items() if v)
-    dots = {"a run": ([n for n, v in runs.items() for _ in v], [x for v in runs.values() for x in v])}
-    return {"quality": Figure("dots", "", title, dots, alt=f"{title} of every run; the means are {means}.")}
+    return {"quality": draw_runs(result, sorted_by_metric(result), title, f"{title} of every run; the means are")}

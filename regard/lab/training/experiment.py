@@ -8,7 +8,7 @@ An experiment defines what varies, how a model is made from it, and its size; tr
 progress are shared. A whole file, but for its figures (see `experiments/scale.py`):
 
     experiment = Experiment(
-        name="scale",                                  # the file's name, - for _
+        name="scale",
         question="What does the scale do to loss and entropy?",
         variants={"none": {"attention": {"score": "dot"}}, "sqrt": {"attention": {"score": "scaled_dot"}}},
         make=lambda setting: LanguageTrial(setting),   # setting.options = preset.sizes, then the variant's
@@ -105,8 +105,7 @@ class Trial:
 class Preset:
     """Length and size of training. `learns`: metric → bound that the variant `learner` must end below; tested.
 
-    Intervals are over seeds, 3 at least; where a run takes too long for that, `windows=True` says that they are over
-    the validation windows of a single run.
+    Intervals are over seeds, 3 at least; where a run takes too long for that, over the validation windows of one run.
     """
 
     steps: int
@@ -115,13 +114,6 @@ class Preset:
     seeds: int = 3
     learner: str = ""
     learns: Mapping[str, float] = field(default_factory=dict)
-    windows: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.every <= self.steps:
-            raise ValueError(f"every must lie in [1, steps], got {self.every} of {self.steps} steps")
-        if self.seeds < 3 and not self.windows:
-            raise ValueError(f"seeds must be at least 3 for an interval, got {self.seeds}")
 
 
 @dataclass(frozen=True)
@@ -138,31 +130,17 @@ class Experiment:
     reads: str = "file"  # what --data may be: a "file" of text, a "folder" of sentence pairs, or "" for nothing
     metric: str = "loss"  # the headline, one of the names that `evaluate` or `finish` gives
 
-    def __post_init__(self) -> None:
-        if not {"small", "full"} <= set(self.presets):
-            raise ValueError(f"presets of {self.name!r} must hold 'small' and 'full', got {list(self.presets)}")
-        if self.reads not in ("file", "folder", ""):
-            raise ValueError(f"reads of {self.name!r} must be 'file', 'folder' or '', got {self.reads!r}")
-        small = self.presets["small"]
-        if small.learner not in self.variants or not small.learns:
-            raise ValueError(f"preset 'small' of {self.name!r} must name a learner, one of {list(self.variants)}, and "
-                             f"what it learns; got {small.learner!r} and {dict(small.learns)}")  # fmt: skip
-
     def setting(self, preset: str, variant: str, seed: int, data: Path | None, device: torch.device) -> Setting:
         return Setting({**self.presets[preset].sizes, **self.variants[variant]}, seed, data, device)
 
 
 @cache
 def experiments() -> dict[str, Experiment]:
-    """Return name → experiment for every file of `experiments/`."""
-    found = {}
-    for path in sorted((Path(__file__).parent / "experiments").glob("[!_]*.py")):
-        module = importlib.import_module(f"regard.lab.training.experiments.{path.stem}")
-        experiment, name = getattr(module, "experiment", None), path.stem.replace("_", "-")
-        if not isinstance(experiment, Experiment) or experiment.name != name:
-            raise ValueError(f"{path.name} must define `experiment = Experiment(name={name!r}, …)`")
-        found[name] = experiment
-    return found
+    """Return name → experiment for every `Experiment` that a file of `experiments/` defines."""
+    paths = sorted((Path(__file__).parent / "experiments").glob("[!_]*.py"))
+    modules = [importlib.import_module(f"regard.lab.training.experiments.{path.stem}") for path in paths]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Experiment)]
+    return {experiment.name: experiment for experiment in sorted(found, key=lambda experiment: experiment.name)}
 
 
 def names() -> list[str]:

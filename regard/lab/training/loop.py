@@ -39,16 +39,7 @@ def run(
     tick: Tick = lambda step, loss: None,
     pause: float = PAUSE,
 ) -> dict:
-    """Train one run, or resume it, and return its record; read the record if the run is finished.
-
-    Args:
-        experiment, preset, variant, seed: what to train.
-        folder: where the checkpoint and the record are.
-        data: of `--data`; None for the built-in data.
-        device: "cpu" or "cuda".
-        tick: called with (step, loss) after every evaluation.
-        pause: least seconds between two checkpoints; one more is saved at the end, and none if infinite.
-    """
+    """Train one run, or resume it, and return its record; see `run_together`. `tick` gets (step, loss)."""
     return run_together(experiment, preset, variant, [seed], folder, data, device, lambda _, *now: tick(*now), pause)[0]
 
 
@@ -63,10 +54,12 @@ def run_together(
     tick: Callable[[int, int, float], None] = lambda seed, step, loss: None,
     pause: float = PAUSE,
 ) -> list[dict]:
-    """Train the seeds of a variant by turns, a step each, and return their records; see `run`.
+    """Train the seeds of a variant by turns, a step each, or resume them, and return their records.
 
-    On CUDA each has a stream of its own, so that small models share the GPU. Their dropout then draws from one
-    generator: masks differ from those of a seed that trains alone.
+    A finished run is read, not repeated. `folder` is where checkpoints and records are; `tick` is called with (seed,
+    step, loss) after every evaluation; `pause` is the least time between two checkpoints in seconds: one more is saved
+    at the end, and none if it is infinite. On CUDA each has a stream of its own, so that small models share the GPU.
+    Their dropout then draws from one generator: masks differ from those of a seed that trains alone.
     """
     place = torch.device(device)
     on_gpu = place.type == "cuda" and torch.cuda.is_available()
@@ -103,7 +96,9 @@ def _run(
     )
     path = folder / f"{variant}-seed{seed}.json"
     if path.exists():
-        return _read_record(path, identity)
+        record = json.loads(path.read_text(encoding="utf-8"))
+        _check_identity(identity, record, path)
+        return record
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees none here; train where there is one, or pass --device cpu")
     torch.manual_seed(seed)
@@ -119,7 +114,9 @@ def _train(
     state, optimizer = path.with_suffix(".safetensors"), trial.optimizer()
     history, start, spent = [], 0, 0.0
     if state.exists():
-        notes = checkpoint.load(state, trial.model, optimizer, lambda notes: _check_notes(notes, identity, state))
+        notes = checkpoint.load(
+            state, trial.model, optimizer, lambda notes: _check_identity(identity, notes["identity"], state)
+        )
         history, start, spent = notes["history"], notes["step"], notes["seconds"]
     else:
         history.append({"step": 0, **evaluate(trial)})
@@ -201,28 +198,6 @@ def fingerprint(data: Path | None) -> str:
     for path in sorted(p for p in data.iterdir() if p.is_file()) if data.is_dir() else [data]:
         digest.update(path.read_bytes())
     return f"{data.name} {digest.hexdigest()[:12]}"
-
-
-def _read_record(path: Path, identity: dict) -> dict:
-    """Return the record of a finished run."""
-    with checkpoint.report_damage(path):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        _check_keys(record, *identity, "where", "diverged", "history", "final")
-    _check_identity(identity, record, path)
-    return record
-
-
-def _check_notes(notes: dict, identity: dict, path: Path) -> None:
-    """Raise ValueError if a checkpoint's notes are incomplete or of another run."""
-    with checkpoint.report_damage(path):
-        _check_keys(notes, "identity", "history", "step", "seconds")
-    _check_identity(identity, notes["identity"], path)
-
-
-def _check_keys(found: dict, *names: str) -> None:
-    missing = ", ".join(name for name in names if name not in found)
-    if missing:
-        raise LookupError(f"it has no {missing}")
 
 
 def _check_identity(identity: dict, found: dict, path: Path) -> None:

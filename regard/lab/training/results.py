@@ -20,7 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from regard.lab.estimate import Estimate
+from regard.lab.estimate import Estimate, student
+from regard.lab.figure import Figure
 from regard.lab.training.experiment import Experiment
 from regard.lab.training.loop import round_numbers
 
@@ -30,12 +31,10 @@ SHIPPED = Path(__file__).parent / "results"
 
 def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
     """Return mean ± t·s/√n; (−∞, ∞) for fewer than two values."""
-    from scipy.stats import t
-
     if len(values) < 2:
         return -math.inf, math.inf
     middle = statistics.fmean(values)
-    half = float(t.ppf((1 + level) / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    half = student(len(values), level) * statistics.stdev(values) / math.sqrt(len(values))
     return middle - half, middle + half
 
 
@@ -138,6 +137,21 @@ def training_bands(result: dict, variant: str, metric: str) -> tuple[list[int], 
     columns = [(min(v), statistics.fmean(v), max(v)) for v in map(by_step.get, steps)]
     low, middle, high = (list(column) for column in zip(*columns, strict=True)) if columns else ([], [], [])
     return steps, low, middle, high
+
+
+def draw_runs(result: dict, names: Sequence[str], title: str, alt: str, metric: str | None = None) -> Figure:
+    """Draw the last value of every run, a column of dots per variant; `alt` ends with the means."""
+    runs = {name: list(final_values(result, name, metric).values()) for name in names}
+    means = ", ".join(f"{name} {statistics.fmean(values):.4g}" for name, values in runs.items() if values)
+    dots = {"a run": ([n for n, v in runs.items() for _ in v], [x for v in runs.values() for x in v])}
+    return Figure("dots", "", title, dots, alt=f"{alt} {means}.")
+
+
+def draw_training(result: dict, variants: Mapping[str, str], metric: str, title: str, log: str = "") -> Figure:
+    """Draw a metric over training, the range over seeds, for label → variant; `alt` has the last means."""
+    lines = {label: training_bands(result, name, metric) for label, name in variants.items()}
+    ends = ", ".join(f"{label} {line[2][-1]:.3g}" for label, line in lines.items() if line[2])
+    return Figure("bands", "step", title, lines, alt=f"{title} over training, at the end: {ends}.", log=log)
 
 
 def final_bands(result: dict, variants: Mapping[float, str], metric: str | None = None) -> tuple[list[float], ...]:

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from regard.health.report.comparison import describe_gaps, describe_name
-from regard.health.report.glossary import FINDINGS
+from regard.health.report.glossary import FINDINGS, link, make_glossary
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import KEYS, describe_statistics, list_layers, list_numbers
-from regard.health.report.page.words import link, make_glossary
+from regard.health.report.page.problems import make_chips
 from regard.table import Table
 
 if TYPE_CHECKING:
     from regard.health.report.comparison import Comparison, FindingChange
 
 LIMIT = 2_500_000  # bytes of the packed numbers
-CHIPS = 48  # heads of a finding
 DETAILS = ((KEYS, 5), (KEYS, 3), (KEYS[:1], 3))  # which numbers of a statistic, to how many digits
 
 
@@ -66,21 +65,13 @@ def _changes(comparison: Comparison) -> str:
 def _card(change: FindingChange, severity: str) -> str:
     sides = (("in B only", change.appeared), ("in A only", change.gone))
     rows = "".join(
-        f'<p class="chips"><span class="label">{words}, since layer {places[0][0]}</span>{_chips(places)}</p>'
+        f'<p class="chips"><span class="label">{words}, since layer {places[0][0]}</span>{make_chips(places)}</p>'
         for words, places in sides
         if places
     )
     return f"""<article class="card {severity}">
 <h3>{link(change.kind)} <span class="pill {severity}">{severity}</span></h3>
 <p>{escape(FINDINGS.get(change.kind, ""))}</p>{rows}</article>"""
-
-
-def _chips(places: Sequence[tuple[int, int]]) -> str:
-    chips = "".join(
-        f'<button type="button" class="chip" data-layer="{index}" data-head="{head}">{index}·{head}</button>'
-        for index, head in places[:CHIPS]
-    )
-    return chips + (f'<span class="more">and {len(places) - CHIPS} more</span>' if len(places) > CHIPS else "")
 
 
 def make_payload(a: dict[str, Any], b: dict[str, Any], keys: Sequence[str], digits: int) -> dict[str, Any]:

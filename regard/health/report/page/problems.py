@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from regard.health.report.glossary import FINDINGS
+from regard.health.report.glossary import FINDINGS, link, link_words
 from regard.health.report.page.document import escape
-from regard.health.report.page.unusual import find_unusual
-from regard.health.report.page.words import link, link_words
 from regard.health.report.summary import count_noun, describe_no_findings
+from regard.table import format_number
 
 if TYPE_CHECKING:
     from regard.health.findings import Finding
+    from regard.health.readings.heads import HeadReading
     from regard.health.report.report import Report
 
 CHIPS = 48  # heads of a finding
 HEADLINES = 4  # findings named at the top
+COMPARED = ("entropy_ratio", "max_weight", "first_key_mass", "distance", "max_logit", "logit_variance")
+UNUSUAL = 6  # heads that differ most from the others
+LEAST_HEADS = 4  # to compare
 
 
 def checks_of(report: Report) -> dict[str, Any]:
@@ -95,7 +99,8 @@ def make_problems(report: Report) -> str:
 
 def _list_unusual(report: Report) -> str:
     rows = "".join(
-        f"<tr><th>{_chip(one.head.index, one.head.layer, one.head.head)}</th><td>{link_words(str(one))}</td></tr>"
+        f"<tr><th>{make_chips([(one.head.index, one.head.head)], [one.head.layer])}</th>"
+        f"<td>{link_words(str(one))}</td></tr>"
         for one in find_unusual(report.heads)
     )
     if not rows:
@@ -105,24 +110,23 @@ def _list_unusual(report: Report) -> str:
 <div class="scroll"><table class="text">{rows}</table></div>"""
 
 
-def _chip(index: int, layer: str, head: int) -> str:
-    return (
+def make_chips(places: Sequence[tuple[int, int]], layers: Sequence[str] = ()) -> str:
+    """A button for each (layer index, head), 48 at most, that chooses the head; `layers` are shown on hover."""
+    chips = "".join(
         f'<button type="button" class="chip" data-layer="{index}" data-head="{head}" title="{escape(layer)}">'
         f"{index}·{head}</button>"
+        for (index, head), layer in zip(places[:CHIPS], layers or [""] * CHIPS, strict=False)
     )
+    return chips + (f'<span class="more">and {len(places) - CHIPS} more</span>' if len(places) > CHIPS else "")
 
 
 def _card(report: Report, finding: Finding) -> str:
-    chips = "".join(
-        _chip(index, layer, head)
-        for index, (layer, head) in zip(finding.indices[:CHIPS], finding.heads[:CHIPS], strict=True)
-    )
-    more = f'<span class="more">and {len(finding.heads) - CHIPS} more</span>' if len(finding.heads) > CHIPS else ""
+    chips = make_chips(finding.places, [layer for layer, _ in finding.heads])
     return f"""<article class="card {finding.severity}">
 <h3>{link(finding.kind)} <span class="pill {finding.severity}">{finding.severity}</span></h3>
 <p>{link_words(finding.evidence)}</p>
 <dl><dt>Where</dt><dd>{escape(describe_where(report, finding).capitalize())}.
-<span class="chips"><span class="label">layer·head</span>{chips}{more}</span></dd>
+<span class="chips"><span class="label">layer·head</span>{chips}</span></dd>
 <dt>What to do</dt><dd>{link_words(finding.remedy)}</dd>
 <dt>What it would gain</dt><dd>{_gain(report, finding)}</dd></dl>
 <details><summary>Why?</summary><p>It is reported if: {link_words(finding.threshold)}.</p></details>
@@ -148,3 +152,35 @@ def describe_loss(change: dict[str, Any] | None) -> str:
     if not change or change.get("loss") is None or change.get("change") is None:
         return ""
     return f"{change['loss']:.3g}, {change['word']}"
+
+
+class Unusual(NamedTuple):
+    """A head, the statistic in which it differs most, its mean there and that of the middle head."""
+
+    head: HeadReading
+    statistic: str
+    value: float
+    usual: float
+
+    def __str__(self) -> str:
+        value, usual = format_number(self.value), format_number(self.usual)
+        return f"{self.statistic.replace('_', ' ')} {value}, where the middle head has {usual}"
+
+
+def find_unusual(heads: Sequence[HeadReading], count: int = UNUSUAL) -> list[Unusual]:
+    """The heads farthest from the middle one, measured in the distance of a usual head from it."""
+    if len(heads) < LEAST_HEADS:
+        return []
+    best: dict[int, tuple[float, Unusual]] = {}
+    for name in COMPARED:
+        means = [(at, mean) for at, head in enumerate(heads) if (mean := head.statistics.mean(name)) == mean]
+        if not means:
+            continue
+        middle = median(mean for _, mean in means)
+        spread = median(abs(mean - middle) for _, mean in means)
+        for at, mean in means:
+            far = abs(mean - middle) / (spread + 0.05 * abs(middle) + 1e-9)
+            if at not in best or far > best[at][0]:
+                best[at] = far, Unusual(heads[at], name, mean, middle)
+    ranked = sorted(best.values(), key=lambda pair: -pair[0])
+    return [unusual for _, unusual in ranked[:count]]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regard.health import findings as rules
 from regard.health.checks import passed as passed_checks
+from regard.health.report.glossary import link, link_words, make_glossary
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
 from regard.health.report.page.problems import checks_of, describe_loss, first_place, list_headlines, make_problems
-from regard.health.report.page.words import link, link_words, make_glossary
 from regard.health.report.summary import ROOT, count_kinds, count_noun
 from regard.health.report.terminal import average
 from regard.table import format_number

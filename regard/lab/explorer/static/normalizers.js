@@ -77,3 +77,37 @@ function measure(row, name) {
     gradient_gain: sum(jacobian(row, name).map((line, i) => line[i])),
   };
 }
+
+// The weights of the visible keys of a row; the others have 0.
+function weighVisible(row, visible, name) {
+  const weights = NORMALIZERS[name](row.filter((_, j) => visible[j]));
+  return row.map((_, j) => (visible[j] ? weights.shift() : 0));
+}
+
+const MASKS = {
+  none: () => true,
+  causal: (i, j) => j <= i,
+  "window of 4": (i, j) => j <= i && i - j < 4,
+  padding: (i, j) => j < 8,
+};
+
+// Online softmax: the maximum, the sum of exp(s − maximum) and its logarithm after the first blocks of a row.
+function runOnline(row, size, blocks) {
+  let [max, total] = [-Infinity, 0];
+  for (let start = 0; start < Math.min(blocks * size, row.length); start += size) {
+    const block = row.slice(start, start + size);
+    const larger = Math.max(max, ...block);
+    total = total * Math.exp(max - larger) + sum(block.map((s) => Math.exp(s - larger)));
+    max = larger;
+  }
+  return { online_max: max, online_sum: total, online_logsumexp: max + Math.log(total) };
+}
+
+// A row as a Boltzmann distribution of the energies −s: F = U − T·S, heat capacity C = Var(E)/T².
+function runMechanics(row, temperature) {
+  const weights = softmax(row.map((s) => s / temperature));
+  const energy = -sum(weights.map((w, i) => w * row[i]));
+  const entropy = sum(weights.map((w) => (w > 0 ? -w * Math.log(w) : 0)));
+  const variance = sum(weights.map((w, i) => w * (row[i] + energy) ** 2));
+  return { free_energy: energy - temperature * entropy, energy, entropy, heat_capacity: variance / temperature ** 2 };
+}

@@ -65,6 +65,20 @@ function bars(values, label) {
   return `<svg viewBox="0 0 ${w} ${h}" role="img" aria-label="${label}">${axis}${parts.join("")}</svg>`;
 }
 
+function histogram(values) {
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const counts = Array(24).fill(0);
+  for (const v of values) counts[Math.min(23, Math.floor((24 * (v - low)) / (high - low || 1)))] += 1;
+  return bars(counts, `scores from ${low.toPrecision(3)} to ${high.toPrecision(3)}`);
+}
+
+function list(id, numbers, words = {}) {
+  find(id).innerHTML = Object.entries(numbers).map(([key, value]) => {
+    const name = words[key] || key.replaceAll("_", " ");
+    return `<div><dt>${name}</dt><dd data-number="${key}">${value.toPrecision(4)}</dd></div>`;
+  }).join("");
+}
+
 function heat(matrix, label) {
   const size = 150 / matrix.length;
   const top = Math.max(1e-12, ...matrix.flat().map(Math.abs));
@@ -97,18 +111,50 @@ function draw() {
   find("temperature-value").textContent = setting.temperature;
   const rows = rowsAt(setting, setting.width);
   const all = rows.map((row) => measure(row, setting.name));
-  find("numbers").innerHTML = Object.entries(NUMBERS).map(([key, words]) => {
-    const value = sum(all.map((one) => one[key])) / all.length;
-    return `<div><dt>${words}</dt><dd id="${key}">${value.toPrecision(4)}</dd></div>`;
-  }).join("");
+  const means = Object.keys(NUMBERS).map((key) => [key, sum(all.map((one) => one[key])) / all.length]);
+  list("numbers", Object.fromEntries(means), NUMBERS);
+  find("scores").innerHTML = histogram(rows.flat());
   const first = all[0].weights;
   find("weights").innerHTML = bars(first, `weights of one query; the largest is ${Math.max(...first).toFixed(3)}`);
   find("jacobian").innerHTML = heat(jacobian(rows[0], setting.name), "Jacobian of one row");
   const gains = WIDTHS.map((width) => mean(rowsAt(setting, width).slice(0, 16), setting.name, "gradient_gain"));
   find("gains").innerHTML = curve(WIDTHS, gains, WIDTHS.indexOf(setting.width), "gradient gain against d_k");
+  drawOnline(rows[0]);
+  drawMasked(setting);
+  drawMechanics(rows[0].map((s) => s * setting.temperature), setting.temperature);
+}
+
+function drawOnline(row) {
+  const block = +find("block").value;
+  const steps = (find("seen").max = Math.ceil(row.length / block));
+  const seen = Math.min(+find("seen").value, steps);
+  find("block-value").textContent = block;
+  find("seen-value").textContent = `${seen} of ${steps}`;
+  const whole = runOnline(row, row.length, 1).online_logsumexp;
+  list("online", { ...runOnline(row, block, seen), whole_logsumexp: whole });
+}
+
+function drawMasked(setting) {
+  const square = drawRows(setting.width, 12, SCALES[setting.scale](setting.width) / setting.temperature, setting.seed);
+  const shown = MASKS[find("mask").value];
+  const weights = square.slice(0, 12).map((row, i) =>
+    weighVisible(row, row.map((_, j) => shown(i, j)), setting.name));
+  const zeros = weights.flat().filter((w) => w === 0).length;
+  find("masked").innerHTML = heat(weights, `weights of 12 queries; ${zeros} of 144 are exactly 0`);
+}
+
+function drawMechanics(row, temperature) {
+  const { heat_capacity: _, ...now } = runMechanics(row, temperature);
+  list("mechanics", now);
+  const all = TEMPERATURES.map((t) => runMechanics(row, t));
+  const at = TEMPERATURES.indexOf(temperature);
+  find("entropies").innerHTML = curve(TEMPERATURES, all.map((one) => one.entropy), at, "entropy against temperature");
+  const capacities = all.map((one) => one.heat_capacity);
+  find("capacities").innerHTML = curve(TEMPERATURES, capacities, at, "heat capacity against temperature");
 }
 
 find("normalizer").innerHTML = Object.keys(NORMALIZERS).map((name) => `<option>${name}</option>`).join("");
 find("scale").innerHTML = Object.keys(SCALES).map((name) => `<option>${name}</option>`).join("");
+find("mask").innerHTML = Object.keys(MASKS).map((name) => `<option>${name}</option>`).join("");
 for (const control of document.querySelectorAll("input, select")) control.addEventListener("input", draw);
 draw();

@@ -3,9 +3,8 @@
 Additive scores w·tanh(q + k) have d_k more weights per head and layer than the others, 256 in all of 0.85 million.
 """
 
-from regard.lab.figure import Figure
 from regard.lab.training.experiment import Experiment, Setting
-from regard.lab.training.results import training_bands
+from regard.lab.training.results import draw_training
 from regard.lab.training.trials import head_dims
 from regard.lab.training.trials.language import LanguageTrial
 
@@ -23,11 +22,9 @@ def make(setting: Setting) -> LanguageTrial:
 
 
 def figures(result):
-    lines = {name: training_bands(result, f"{name}-d256", "loss") for name in SCORES}
-    words = "Validation loss over training at d_k 256; bands are the range over seeds."
     return {
         "loss": head_dims.loss_figure(result, SCORES),
-        "course": Figure("bands", "step", "validation loss", lines, alt=words),
+        "course": draw_training(result, {name: f"{name}-d256" for name in SCORES}, "loss", "validation loss"),
     }
 
 

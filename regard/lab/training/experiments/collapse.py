@@ -5,9 +5,8 @@ rows are nearly one-hot, their gradient gain is small, and the remaining gradien
 """
 
 import regard
-from regard.lab.figure import Figure
 from regard.lab.training.experiment import Experiment, Preset, Setting
-from regard.lab.training.results import final_values, training_bands
+from regard.lab.training.results import draw_runs, draw_training
 from regard.lab.training.trials.language import LanguageTrial
 
 REMEDIES = {
@@ -39,23 +38,13 @@ class CollapseTrial(LanguageTrial):
 
 
 def figures(result):
-    shown = [
-        name for name in ("none", "scale", "qk-norm", "softcap", "qk-clip", "learned") if name in result["summary"]
-    ]
-
-    def over_training(metric, title, **options):
-        lines = {name: training_bands(result, name, metric) for name in shown}
-        ends = ", ".join(f"{name} {line[2][-1]:.3g}" for name, line in lines.items() if line[2])
-        return Figure("bands", "step", title, lines, alt=f"{title} over training, at the end: {ends}.", **options)
-
-    losses = {name: list(final_values(result, name).values()) for name in result["summary"]}
-    dots = {"a run": ([n for n, v in losses.items() for _ in v], [x for v in losses.values() for x in v])}
-    means = ", ".join(f"{name} {sum(v) / len(v):.3g}" for name, v in losses.items() if v)
+    names = list(result["summary"])
+    shown = {name: name for name in ("none", "scale", "qk-norm", "softcap", "qk-clip", "learned") if name in names}
     return {
-        "loss": Figure("dots", "", "validation loss", dots, alt=f"Validation loss with each remedy: {means}."),
-        "entropy": over_training("entropy_ratio", "entropy / ln n"),
-        "gradient-gain": over_training("gradient_gain", "gradient gain"),
-        "max-logit": over_training("max_logit", "largest logit", log_y=True),
+        "loss": draw_runs(result, names, "validation loss", "Validation loss with each remedy:"),
+        "entropy": draw_training(result, shown, "entropy_ratio", "entropy / ln n"),
+        "gradient-gain": draw_training(result, shown, "gradient_gain", "gradient gain"),
+        "max-logit": draw_training(result, shown, "max_logit", "largest logit", log="y"),
     }
 
 

@@ -1,13 +1,16 @@
-"""Eight normalisers, the same model, the same parameters and tokens: loss, sharpness, time.
+"""Eight normalisers, the same parameters and tokens, in a character model and in a translator: loss, BLEU, sharpness.
 
-sigmoid has the bias −ln 128 of its paper for rows of 128 keys; entmax has α = 1.25, between softmax and entmax15.
+sigmoid has the bias −ln 128 of its paper for rows of 128 keys, and −ln 16 in the translator, where an average sentence
+has some 14 words; entmax has α = 1.25, between softmax and entmax15.
 """
 
-from regard.lab.figure import Figure
+from functools import partial
+
 from regard.lab.training.experiment import Experiment, Preset
-from regard.lab.training.results import final_values, training_bands
+from regard.lab.training.results import draw_runs, draw_training
 from regard.lab.training.trials import head_dims
 from regard.lab.training.trials.language import LanguageTrial
+from regard.lab.training.trials.translation import TranslationTrial
 
 NORMALIZERS = {
     "softmax": "softmax",
@@ -23,18 +26,10 @@ SHOWN = ("softmax", "entmax", "entmax15", "sparsemax", "relu", "softpick")  # si
 
 
 def figures(result, metric="loss", title="validation loss"):
-    seeds = {name: list(final_values(result, name, metric).values()) for name in result["summary"]}
-    means = ", ".join(f"{name} {sum(values) / len(values):.4g}" for name, values in seeds.items() if values)
-    runs = {"a run": ([n for n, v in seeds.items() for _ in v], [x for v in seeds.values() for x in v])}
+    shown = {name: name for name in SHOWN if name in result["summary"]}
     return {
-        "quality": Figure("dots", "", title, runs, alt=f"{title} of every run; the means are {means}."),
-        "entropy": Figure(
-            "bands",
-            "step",
-            "entropy / ln n",
-            {name: training_bands(result, name, "entropy_ratio") for name in SHOWN if name in result["summary"]},
-            alt="Entropy over ln n in training, a line for each normaliser; bands are the range over seeds.",
-        ),
+        "quality": draw_runs(result, list(result["summary"]), title, f"{title} of every run; the means are", metric),
+        "entropy": draw_training(result, shown, "entropy_ratio", "entropy / ln n"),
     }
 
 
@@ -54,4 +49,31 @@ experiment = Experiment(
         "full": head_dims.FULL,
     },
     figures=figures,
+)
+
+translation = Experiment(
+    name="translation",
+    question="How do the normalisers compare in translation at equal parameters and tokens: BLEU, loss, sharpness?",
+    variants={
+        name: {"attention": {"normalizer": "sigmoid(bias=-2.773)" if name == "sigmoid" else spec}}
+        for name, spec in NORMALIZERS.items()
+    },
+    make=TranslationTrial,
+    presets={
+        "small": Preset(
+            steps=120,
+            every=40,
+            sizes={"layers": 1, "heads": 2, "width": 64, "length": 12, "batch": 32, "dropout": 0.0, "rate": 5e-3},
+            learner="softmax",
+            learns={"loss": 0.8},
+        ),
+        "full": Preset(
+            steps=1600,
+            every=400,
+            sizes={"layers": 2, "heads": 4, "width": 256, "length": 32, "batch": 128, "dropout": 0.2, "rate": 1e-3},
+        ),
+    },
+    reads="folder",
+    metric="bleu",
+    figures=partial(figures, metric="bleu", title="BLEU"),
 )

@@ -2,9 +2,8 @@
 
 import math
 
-from regard.lab.figure import Figure
 from regard.lab.training.experiment import Experiment
-from regard.lab.training.results import training_bands
+from regard.lab.training.results import draw_training
 from regard.lab.training.trials import head_dims
 from regard.lab.training.trials.language import LanguageTrial
 
@@ -16,15 +15,11 @@ SCALES = {
 
 
 def figures(result):
-    def over_training(metric, title, dims=(16, 256)):
-        lines = {f"{name}, d_k {d}": training_bands(result, f"{name}-d{d}", metric) for d in dims for name in SCALES}
-        words = f"{title} over training at d_k {' and '.join(map(str, dims))}; bands are the range over seeds."
-        return Figure("bands", "step", title, lines, alt=words)
-
+    shown = {f"{name}, d_k {d}": f"{name}-d{d}" for d in (16, 256) for name in SCALES}
     return {
         "loss": head_dims.loss_figure(result, SCALES),
-        "entropy": over_training("entropy_ratio", "entropy / ln n"),
-        "gradient-gain": over_training("gradient_gain", "gradient gain"),
+        "entropy": draw_training(result, shown, "entropy_ratio", "entropy / ln n"),
+        "gradient-gain": draw_training(result, shown, "gradient_gain", "gradient gain"),
     }
 
 

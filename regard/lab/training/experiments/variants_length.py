@@ -9,7 +9,7 @@ from regard.lab.training.comparison import BASE, compare
 from regard.lab.training.experiment import Experiment, Preset
 from regard.lab.training.experiments.retrieval import RetrievalTrial, accuracy_figure, accuracy_table, curve
 from regard.lab.training.results import plus_minus
-from regard.lab.training.trials import variants
+from regard.lab.training.trials.attention import compared
 from regard.table import Table
 
 TRAINED = 256  # items at most
@@ -40,7 +40,7 @@ def figures(result: dict) -> dict[str, Figure]:
 experiment = Experiment(
     name="variants-length",
     question="Trained on up to 256 items, which kind of attention finds the largest of 8192?",
-    variants=variants.compared(TRAINED, COMPARED),
+    variants=compared(TRAINED, COMPARED),
     make=RetrievalTrial,
     presets={
         "small": Preset(

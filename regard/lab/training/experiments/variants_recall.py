@@ -19,29 +19,14 @@ from torch import Tensor, nn
 
 from regard.lab.training.experiment import Experiment, Preset, Setting, Trial
 from regard.lab.training.experiments.variants_length import COMPARED, figures, table
-from regard.lab.training.trials import variants
-from regard.lab.training.trials.attention import make_attention, mlp_width
+from regard.lab.training.trials.attention import compared
+from regard.lab.training.trials.language import Block
 
 SYMBOLS, PLACES, VALUES = 5, 6, 16
 KEYS = SYMBOLS**PLACES
 FEWEST, TRAINED = 8, 256  # items in training
 AT_ONCE = 2**18  # items tested at once
 UNSEEN = 2**31  # added to the seeds of rows that are tested on
-
-
-class Layer(nn.Module):
-    """x + attention(norm(x), items), then x + mlp(norm(x))."""
-
-    def __init__(self, width: int, heads: int, attention: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.attention = make_attention(width, heads, attention, "cross")
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        hidden = mlp_width(width, self.attention)
-        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
-
-    def forward(self, x: Tensor, items: Tensor, lengths: Tensor | None) -> Tensor:
-        x = x + self.attention(self.before_attention(x), items, key_lengths=lengths)
-        return x + self.mlp(self.before_mlp(x))
 
 
 class Recaller(nn.Module):
@@ -57,7 +42,7 @@ class Recaller(nn.Module):
         self.register_buffer("spelling", spell(torch.arange(KEYS)), persistent=False)
         self.symbol = nn.Linear(PLACES * SYMBOLS, width, bias=False)
         self.value = nn.Embedding(VALUES, width)
-        self.layers = nn.ModuleList(Layer(width, heads, attention) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, heads, attention, place="cross") for _ in range(layers))
         self.item_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.head = nn.Linear(width, VALUES, bias=False)
         nn.init.normal_(self.symbol.weight)
@@ -66,7 +51,7 @@ class Recaller(nn.Module):
         items = self.item_norm(self.symbol(self.spelling[codes]) + self.value(values))
         x = self.symbol(self.spelling[queries])
         for layer in self.layers:
-            x = layer(x, items, lengths)
+            x, _ = layer(x, items=(items,), lengths=lengths)
         return self.head(self.norm(x))
 
 
@@ -144,7 +129,7 @@ def spell(codes: Tensor) -> Tensor:
 experiment = Experiment(
     name="variants-recall",
     question="Trained to find one key among 256, which kind of attention still finds it among 8192?",
-    variants=variants.compared(TRAINED, COMPARED),
+    variants=compared(TRAINED, COMPARED),
     make=RecallTrial,
     presets={
         "small": Preset(

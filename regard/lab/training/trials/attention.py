@@ -1,4 +1,4 @@
-"""`make_attention`: the attention module of a trial's options, and `mlp_width`, which keeps a block's size.
+"""`make_attention`: the attention module of a trial's options; `compared`: the kinds that "what wins?" compares.
 
 >>> from regard.lab.training.trials.attention import make_attention, mlp_width
 >>> layer = make_attention(16, 2, {"normalizer": "entmax15"}, "causal")
@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import nn
@@ -50,3 +51,35 @@ def mlp_width(width: int, attention: nn.Module) -> int:
     plain = 4 * width * width  # the four projections
     extra = sum(p.numel() for p in attention.parameters() if p.ndim > 1) - plain
     return 4 * width - round(extra / (2 * width))
+
+
+def attentions(keys: int) -> dict[str, dict[str, Any]]:
+    """Return name → options; the bias of sigmoid is −ln keys, as its paper has it."""
+    return {
+        "softmax": {},
+        "softmax1": {"normalizer": "softmax1"},
+        "sink": {"sink": True},
+        "temperature": {"temperature": "learned"},
+        "ssmax": {"temperature": "ssmax"},
+        "qk-norm": {"score": "cosine"},
+        "entmax-1.25": {"normalizer": "entmax(alpha=1.25)"},
+        "entmax15": {"normalizer": "entmax15"},
+        "entmax-learned": {"normalizer": "entmax(alpha=learned)"},
+        "asentmax": {"normalizer": "entmax15", "temperature": "asentmax"},
+        "sparsemax": {"normalizer": "sparsemax"},
+        "relu": {"normalizer": "relu"},
+        "softpick": {"normalizer": "softpick"},
+        "sigmoid": {"normalizer": f"sigmoid(bias={-math.log(keys):.3f})"},
+        "sigmoid-learned": {"normalizer": "sigmoid(bias=learned)"},
+        "gate-head": {"gate": "head"},
+        "gate-element": {"gate": "element"},
+        "forgetting": {"forget_gate": True, "needs": "causal"},
+        "differential": {"module": "DifferentialAttention", "needs": "self", "paired": True, "indexed": True},
+        "stick-breaking": {"normalizer": "stickbreaking", "needs": "causal"},
+    }
+
+
+def compared(keys: int, names: Container[str] = (), but: Container[str] = ()) -> dict[str, dict[str, Any]]:
+    """Return name → options of a trial, for the attentions of these names, or for all but some."""
+    found = attentions(keys).items()
+    return {name: {"attention": x} for name, x in found if name not in but and (not names or name in names)}

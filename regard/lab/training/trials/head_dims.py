@@ -38,4 +38,4 @@ def loss_figure(result: dict, kinds: Iterable[str]) -> Figure:
     """Draw the validation loss of each kind against d_k."""
     loss = {kind: final_bands(result, {d: f"{kind}-d{d}" for d in DIMS}) for kind in kinds}
     words = f"Validation loss at d_k 16, 64 and 256 with 95 % intervals over seeds: {describe_means(loss)}."
-    return Figure("bands", "d_k", "validation loss", loss, log_x=True, alt=words)
+    return Figure("bands", "d_k", "validation loss", loss, log="x", alt=words)

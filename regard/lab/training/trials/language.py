@@ -24,17 +24,22 @@ from regard.statistics import Statistics
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), causal or over `items`, then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int, attention: Mapping[str, Any], index: int = 0) -> None:
+    def __init__(
+        self, width: int, heads: int, attention: Mapping[str, Any], index: int = 0, place: str = "causal"
+    ) -> None:
         super().__init__()
-        self.attention = make_attention(width, heads, attention, "causal", index=index)
+        self.attention, self.causal = make_attention(width, heads, attention, place, index=index), place == "causal"
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         hidden = mlp_width(width, self.attention)
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
-    def forward(self, x: Tensor, stats: tuple[str, ...] = ()) -> tuple[Tensor, Statistics | None]:
-        attended = self.attention(self.before_attention(x), is_causal=True, return_stats=stats or False)
+    def forward(
+        self, x: Tensor, stats: tuple[str, ...] = (), items: tuple[Tensor, ...] = (), lengths: Tensor | None = None
+    ) -> tuple[Tensor, Statistics | None]:
+        options = {"is_causal": True} if self.causal else {"key_lengths": lengths}
+        attended = self.attention(self.before_attention(x), *items, **options, return_stats=stats or False)
         attended, measured = attended if stats else (attended, None)
         x = x + attended
         return x + self.mlp(self.before_mlp(x)), measured

@@ -182,7 +182,7 @@ def load_parts(where, step, there, C: tl.constexpr):
             found = found + (tl.load(where + at * step, mask=there, other=0.0)[:, None],)  # noqa: RUF005
         else:
             found = found + (tl.zeros([where.shape[0], 1], where.dtype.element_ty),)  # noqa: RUF005
-    return Sums(*found)
+    return Sums(*found)  # type: ignore[call-arg]
 
 
 @triton.jit

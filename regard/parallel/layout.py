@@ -176,10 +176,8 @@ class _Unshard(torch.autograd.Function):
         shape[dim] = sum(lengths)
         whole = x.new_empty(shape)
         for shard, own in zip(shards, cut, strict=True):
-            at = 0
-            for start, stop in own:
-                whole.narrow(dim, start, stop - start).copy_(shard.narrow(dim, at, stop - start))
-                at += stop - start
+            for (start, stop), here in locate_spans(own):
+                whole.narrow(dim, start, stop - start).copy_(shard.narrow(dim, here.start, stop - start))
         return whole
 
     @staticmethod

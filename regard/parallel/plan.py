@@ -133,7 +133,7 @@ class Plan:
         return cut[:, :, :1].expand(cut.shape) if self.interval.stride(2) == 0 else cut
 
     def columns(self, x: Tensor, rank: int) -> Tensor:
-        """Return the columns of a rank's keys from an unexpanded bias or mask with those of all keys, or one for all."""
+        """Return the columns of a rank's keys from an unexpanded bias or mask, which has those of all keys or one."""
         if x.shape[-1] == 1 and self.total_keys != 1:
             return x
         return torch.cat([x[..., start:stop] for start, stop in self.keys[rank]], -1)

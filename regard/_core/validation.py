@@ -226,8 +226,7 @@ def check_softcap(softcap: float | None) -> float | None:
     """Return the soft cap as a float, or None."""
     if softcap is None:
         return None
-    number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-    if not (number and softcap > 0 and is_finite(softcap)):
+    if not (is_real(softcap) and softcap > 0 and is_finite(softcap)):
         raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
     check_range(softcap, "softcap")
     return float(softcap)

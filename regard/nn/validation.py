@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from regard import normalizers
 from regard._core.rows.validation import is_autocast, is_float
-from regard._core.validation import check_score_mod
-from regard.scores import is_finite
+from regard._core.validation import check_score_mod, check_softcap
 
 GATES = ("head", "element")
 SCORES = ("scaled_dot", "dot", "additive", "cosine")
@@ -38,10 +37,7 @@ def check_options(
         raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
     if not isinstance(dropout, numbers.Real) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
-    number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-    if softcap is not None and not (number and is_finite(softcap) and float(softcap) > 0):
-        raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
-    check_score_mod(score_mod, softcap)
+    check_score_mod(score_mod, check_softcap(softcap))
     if score_mod is not None and score == "additive":
         raise ValueError("score_mod changes scores of q·k; with score='additive' use softcap, or drop one")
     choice = normalizers.learned(normalizer) or normalizers.get(normalizer)

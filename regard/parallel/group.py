@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regard.parallel import traffic
 
+Group = dist.ProcessGroup | DeviceMesh | None  # None is all ranks
 LOST = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe", "nccl")  # gloo raises RuntimeErrors
 DRAIN_SECONDS = 10.0  # at most, for the transfers that are under way when this rank raises
 
@@ -53,7 +54,7 @@ class RankGroup:
     transfers: list[Transfer] = field(default_factory=list)  # under way
 
     @classmethod
-    def from_torch(cls, group: dist.ProcessGroup | DeviceMesh | None = None) -> RankGroup:
+    def from_torch(cls, group: Group = None) -> RankGroup:
         """Return this process's view of a process group, of a one-dimensional DeviceMesh, or of all ranks (None)."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(

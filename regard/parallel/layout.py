@@ -19,12 +19,10 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from regard._core.dtensor import is_dtensor
-from regard.parallel.group import RankGroup
+from regard.parallel.group import Group, RankGroup
 from regard.parallel.handshake import compare_calls
 
 LAYOUTS = ("balanced", "contiguous")
@@ -88,9 +86,7 @@ def check_layout(layout: str) -> None:
         raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
 
 
-def shard(
-    x: Tensor, dim: int = -2, group: dist.ProcessGroup | DeviceMesh | None = None, layout: str = "balanced"
-) -> Tensor:
+def shard(x: Tensor, dim: int = -2, group: Group = None, layout: str = "balanced") -> Tensor:
     """Return this rank's shard of a whole tensor: its chunks of dimension `dim`, concatenated.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -117,9 +113,7 @@ def shard(
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in own], dim)
 
 
-def unshard(
-    x: Tensor, dim: int = -2, group: dist.ProcessGroup | DeviceMesh | None = None, layout: str = "balanced"
-) -> Tensor:
+def unshard(x: Tensor, dim: int = -2, group: Group = None, layout: str = "balanced") -> Tensor:
     """Gather the whole tensor from every rank's shard, on every rank; the inverse of `shard`.
 
     Backward takes the rank's own positions of the gradient, so every rank must compute the same loss from the whole
@@ -176,10 +170,8 @@ class _Unshard(torch.autograd.Function):
         shape[dim] = sum(lengths)
         whole = x.new_empty(shape)
         for shard, own in zip(shards, cut, strict=True):
-            at = 0
-            for start, stop in own:
-                whole.narrow(dim, start, stop - start).copy_(shard.narrow(dim, at, stop - start))
-                at += stop - start
+            for (start, stop), here in locate_spans(own):
+                whole.narrow(dim, start, stop - start).copy_(shard.narrow(dim, here.start, stop - start))
         return whole
 
     @staticmethod

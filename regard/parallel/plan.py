@@ -132,13 +132,9 @@ class Plan:
         cut = torch.cat([self.interval[..., start:stop] for start, stop in self.queries[rank]], -1)
         return cut[:, :, :1].expand(cut.shape) if self.interval.stride(2) == 0 else cut
 
-    def has_one_column(self, x: Tensor) -> bool:
-        """True if a bias or mask has one column for all keys (with one key in total, the column is that key's)."""
-        return x.shape[-1] == 1 and self.total_keys != 1
-
     def columns(self, x: Tensor, rank: int) -> Tensor:
-        """Return the columns of a rank's keys from an unexpanded bias or mask with the columns of all keys."""
-        if self.has_one_column(x):
+        """Return the columns of a rank's keys from an unexpanded bias or mask, which has those of all keys or one."""
+        if x.shape[-1] == 1 and self.total_keys != 1:
             return x
         return torch.cat([x[..., start:stop] for start, stop in self.keys[rank]], -1)
 

@@ -6,9 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from regard import statistics
 from regard._core.attention import bind_arguments
@@ -17,13 +15,11 @@ from regard._core.gate import apply_gate
 from regard._core.prepare import Call
 from regard.parallel.autograd import ParallelAttention
 from regard.parallel.call import ShardedCall
-from regard.parallel.group import RankGroup
+from regard.parallel.group import Group, RankGroup
 from regard.parallel.plan import Plan
 from regard.parallel.schemes import ring, tree
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
-
-Group = dist.ProcessGroup | DeviceMesh | None
 
 
 def attention(

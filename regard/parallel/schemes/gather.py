@@ -19,7 +19,7 @@ from torch import Tensor
 
 from regard._core.problem import Forward, Gradients, Problem, Upstream
 from regard.parallel.gradients import RowGradients, slice_upstream
-from regard.parallel.layout import Spans, count_positions, locate_spans
+from regard.parallel.layout import count_positions, locate_spans
 from regard.parallel.plan import Plan
 
 
@@ -74,13 +74,9 @@ def _gather_keys(plan: Plan) -> tuple[Tensor, Tensor]:
             flat = torch.cat([x.reshape(-1) for x in mine])
         parts = group.broadcast(flat, owner, "gather forward", owner).split(counts)
         for x, part, size in zip(whole, parts, sizes, strict=True):
-            _copy_spans(x, part.view(size), own)
+            for (start, stop), here in locate_spans(own):
+                x[:, :, start:stop] = part.view(size)[:, :, here]
     return whole  # type: ignore[return-value]
-
-
-def _copy_spans(whole: Tensor, part: Tensor, own: Spans) -> None:
-    for (start, stop), here in locate_spans(own):
-        whole[:, :, start:stop] = part[:, :, here]
 
 
 def _own_sums(plan: Plan, dk: Tensor, dv: Tensor, shared: bool) -> tuple[Tensor, Tensor]:

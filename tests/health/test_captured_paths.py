@@ -108,40 +108,7 @@ def cap_and_slope(score, b, h, i, j):
     return 2.0 * torch.tanh(score / 2.0) - SLOPES[h] * (i - j).abs()
 
 
-def xformers(bias):
-    return lambda q, k, v: packages.memory_efficient_attention(q, k, v, attn_bias=bias)
-
-
-def xformers_packed(q, k, v):
-    q, k, v = (x.reshape(1, -1, HEADS, WIDTH) for x in (q, k, v))
-    return packages.memory_efficient_attention(q, k, v, packages.BlockDiagonalCausalMask(ENDS)).reshape(
-        BATCH, TOKENS, HEADS, WIDTH
-    )
-
-
-class Engine(nn.Module):
-    """Transformer Engine's module in one of its layouts."""
-
-    def __init__(self, layout, **given):
-        super().__init__()
-        self.layout, self.given = layout, given
-        self.core = packages.DotProductAttention(HEADS, WIDTH, qkv_format=layout)
-
-    def forward(self, q, k, v):
-        if self.layout == "sbhd":
-            out = self.core(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
-        elif self.layout == "thd":
-            flat = (x.flatten(0, 1) for x in (q, k, v))
-            out = self.core(*flat, cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS, attn_mask_type="padding_causal")
-        else:
-            out = self.core(q, k, v, **self.given)
-        return out.reshape(BATCH, TOKENS, HEADS, WIDTH)
-
-
 P = packages
-HIDDEN = torch.zeros(BATCH, 1, 1, TOKENS, dtype=torch.bool)
-HIDDEN[1, ..., 9:] = True
-BIAS = torch.randn(BATCH, HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3))
 # path -> (attention of [B, M, H, D], options of the dense float64 logits)
 PATHS = {
     "flash_attn_func": (first(P.flash_attn_func, causal=True), dict(causal=True)),
@@ -167,14 +134,6 @@ PATHS = {
     "flex_attention score_mod": (flex(flex_attention, cap_and_slope), dict(causal=True, cap=2.0, slopes=1)),
     "flex_attention unmasked": (flex(flex_attention, cap_and_slope, masked=False), dict(cap=2.0, slopes=1)),
     "flex_attention compiled": (flex(COMPILED, cap_and_slope), dict(causal=True, cap=2.0, slopes=1)),
-    "xformers": (xformers(None), {}),
-    "xformers causal": (xformers(P.LowerTriangularMask()), dict(causal=True)),
-    "xformers bias": (xformers(BIAS), dict(bias=BIAS)),
-    "xformers packed": (xformers_packed, dict(causal=True, documents=True)),
-    "transformer engine sbhd": (Engine("sbhd"), dict(causal=True)),
-    "transformer engine thd": (Engine("thd"), dict(causal=True, documents=True)),
-    "transformer engine padding": (Engine("bshd", attn_mask_type="padding", attention_mask=HIDDEN),
-                                   dict(hidden=HIDDEN)),
     "nanogpt": (nanogpt, dict(causal=True)),
     "old bert": (old_bert, dict(causal=True)),
     "batched products": (batched_products, dict(causal=True)),
@@ -190,7 +149,6 @@ class Layer(nn.Module):
     def __init__(self, attend):
         super().__init__()
         self.qkv = nn.Linear(32, 96)
-        self.attend = attend if isinstance(attend, nn.Module) else None
         self._function = [attend]
 
     def split(self, x):
@@ -201,8 +159,7 @@ class Layer(nn.Module):
         return self._function[0](*self.split(x)).flatten(-2)
 
 
-def dense(q, k, scale=None, causal=False, window=None, ahead=None, cap=None, slopes=None, documents=False, bias=None,
-          hidden=None, sink=None):  # fmt: skip
+def dense(q, k, scale=None, causal=False, window=None, ahead=None, cap=None, slopes=None, documents=False, sink=None):
     """Float64 logits [B, H, M, N] of q, k [B, M, H, D] (packed: one sequence), with −inf for what is hidden."""
     if documents:
         q, k = (x.reshape(1, -1, HEADS, WIDTH) for x in (q, k))
@@ -211,7 +168,6 @@ def dense(q, k, scale=None, causal=False, window=None, ahead=None, cap=None, slo
     place = torch.arange(q.shape[1])
     distance = place - place[:, None]
     s = s - SLOPES[:, None, None] * distance.abs() if slopes else s
-    s = s if bias is None else s + bias
     see = torch.ones(len(place), len(place), dtype=torch.bool)
     see &= distance <= 0 if causal else see
     see &= distance >= -window if window else see
@@ -219,8 +175,7 @@ def dense(q, k, scale=None, causal=False, window=None, ahead=None, cap=None, slo
     if documents:
         owner = torch.searchsorted(ENDS[1:].long(), place, right=True)
         see &= owner[:, None] == owner
-    s = s.masked_fill(~see, -math.inf)
-    return s if hidden is None else s.masked_fill(hidden, -math.inf)
+    return s.masked_fill(~see, -math.inf)
 
 
 @pytest.fixture(params=PATHS, ids=lambda name: name.replace(" ", "-"))
@@ -242,8 +197,6 @@ def test_readings_are_those_of_float64(path):
     visible = logits > -math.inf
     expected = dict(regard.statistics.of_scores(logits, visible)) if "sink" not in options else {}
     counted = torch.ones(logits.shape[0], logits.shape[2], dtype=torch.bool)
-    if "hidden" in options:
-        counted = ~options["hidden"][:, 0, 0]
     if "sink" in options:
         every = torch.cat([logits, options["sink"].double()[:, None, None].expand(*logits.shape[:-1], 1)], -1)
         expected["mass"] = every.softmax(-1)[..., :-1].sum(-1)
@@ -260,19 +213,12 @@ def test_readings_are_those_of_float64(path):
 
 def test_nothing_stays_changed(path):
     layer, x, _ = path
-    functions = (
-        P.flash_attn_func,
-        P.flash_3_func,
-        P.cute_func,
-        P.memory_efficient_attention,
-        varlen_attn,
-        flex_attention,
-    )
-    codes, forward = [f.__code__ for f in functions], P.DotProductAttention.forward
+    functions = P.flash_attn_func, P.flash_3_func, P.cute_func, varlen_attn, flex_attention
+    codes = [f.__code__ for f in functions]
     with regard.using(layer, temperature=2.0):
         layer(x)
         assert P.flash_attn_func.__code__ not in codes
-    assert [f.__code__ for f in functions] == codes and P.DotProductAttention.forward is forward
+    assert [f.__code__ for f in functions] == codes
 
 
 def test_a_swap_reaches_it(path):

@@ -1,4 +1,4 @@
-"""Captures flash-attention (2, 3, `flash_attn.cute`), torch's `varlen_attn`, xformers and Transformer Engine.
+"""Captures flash-attention (2, 3, `flash_attn.cute`) and torch's `varlen_attn`.
 
 transformers' `flash_attention_2` and `_3` are in `transformers_calls.py`.
 
@@ -11,128 +11,57 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from regard.health.capture.fused_call import FusedCall, Sides, capture
 
-# arguments that change the result and are not understood, unless they are None, False or 0
+# arguments that change the result and are not understood, unless they are None, False, 0 or empty
 FOREIGN = (
     "qv", "q_descale", "k_descale", "v_descale", "gather_kv_indices", "score_mod", "mask_mod", "aux_tensors",
     "block_sparse_tensors", "full_block_cnt", "mask_block_cnt", "page_table", "block_table", "attention_chunk",
-    "seqused_q", "num_heads_q", "arbitrary",
+    "seqused_q", "seqused_k", "num_heads_q",
 )  # fmt: skip
 EXTRA = ("return_attn_probs", "return_lse", "return_softmax_lse", "return_aux")
 
 
 def capture_flash(original: Callable, given: dict[str, Any]) -> Any:
     """Captures flash_attn_func, _varlen_func and their qkv- and kv-packed forms."""
-    foreign = next((name for name in FOREIGN if given.get(name) is not None and _is_set(given[name])), None)
-    q, k, v = _unstack(given) if foreign is None else (given["q" if "q" in given else "qkv"],) * 3
-    cu_q = given.get("cu_seqlens_q", given.get("cu_seqlens"))
+
+    def run(dropout: float | None) -> Any:
+        changed = {} if dropout is None or "dropout_p" not in given else {"dropout_p": dropout}
+        return original(**{**given, **changed})
+
+    q, k, v = _unstack(given)
+    sink, cu_q = given.get("learnable_sink"), given.get("cu_seqlens_q", given.get("cu_seqlens"))
     return capture(
         FusedCall(
-            kind=original.__name__, run=_runner(original, given, "dropout_p"), q=q, k=k, v=v,
-            scale=given.get("softmax_scale"), causal=bool(given.get("causal")), window=_sides(given.get("window_size")),
-            softcap=given.get("softcap") or None, sink=_either(given, "learnable_sink", "s_aux"),
-            slopes=given.get("alibi_slopes"), dropout=given.get("dropout_p") or 0.0, cu_q=cu_q,
-            cu_k=given.get("cu_seqlens_k", cu_q), used_k=given.get("seqused_k"),
-            obstacle=None if foreign is None else f"{original.__name__} was given {foreign}, which is not measured",
+            kind=original.__name__, run=run, q=q, k=k, v=v, scale=given.get("softmax_scale"),
+            causal=bool(given.get("causal")), window=_sides(given.get("window_size")), softcap=given.get("softcap"),
+            sink=given.get("s_aux") if sink is None else sink, slopes=given.get("alibi_slopes"),
+            dropout=given.get("dropout_p") or 0.0, cu_q=cu_q, cu_k=given.get("cu_seqlens_k", cu_q),
+            obstacle=_find_foreign(original, given),
             returns_more="dropout_p" not in given or any(given.get(name) for name in EXTRA),
         )
     )  # fmt: skip
 
 
-def capture_cache(original: Callable, given: dict[str, Any]) -> Any:
-    """Names a call that writes its keys to a cache inside the kernel."""
-    q, reason = given["q"], f"{original.__name__} writes keys and values to its cache inside the kernel"
-    return capture(FusedCall(original.__name__, lambda dropout: original(**given), q, q, q, obstacle=reason))
-
-
 def capture_varlen(original: Callable, given: dict[str, Any]) -> Any:
     """Captures torch.nn.attention.varlen.varlen_attn, whose window (-1, 0) is causal order."""
     left, right = _sides(given.get("window_size"))
-    paged = given.get("block_table") is not None
     return capture(
         FusedCall(
             kind="varlen_attn", run=lambda dropout: original(**given), q=given["query"], k=given["key"],
             v=given["value"], scale=given.get("scale"), causal=bool(given.get("is_causal")) or right == 0,
             window=(left, None if right == 0 else right), cu_q=given["cu_seq_q"], cu_k=given["cu_seq_k"],
-            used_k=given.get("seqused_k"), returns_more=given.get("return_aux") is not None,
-            obstacle="varlen_attn was given block_table, which is not measured" if paged else None,
+            returns_more=given.get("return_aux") is not None, obstacle=_find_foreign(original, given),
         )
     )  # fmt: skip
 
 
-def capture_xformers(original: Callable, given: dict[str, Any]) -> Any:
-    """Captures xformers.ops.memory_efficient_attention."""
-    q, k, v, bias = (given[name] for name in ("query", "key", "value", "attn_bias"))
-    fused = FusedCall(
-        "memory_efficient_attention", _runner(original, given, "p"), q, k, v, scale=given.get("scale"),
-        dropout=given.get("p") or 0.0,
-    )  # fmt: skip
-    name = type(bias).__name__
-    if q.ndim != 4:
-        fused.obstacle = f"memory_efficient_attention was given {q.ndim} dims; measured are [B, M, H, K]"
-    elif isinstance(bias, Tensor):
-        fused.mask = bias
-    elif name in ("LowerTriangularMask", "LowerTriangularFromBottomRightMask"):
-        fused.causal, fused.at_first_key = True, name == "LowerTriangularMask"
-    elif name in ("BlockDiagonalMask", "BlockDiagonalCausalMask"):
-        fused.cu_q, fused.cu_k = bias.q_seqinfo.seqstart.to(q.device), bias.k_seqinfo.seqstart.to(q.device)
-        if name == "BlockDiagonalCausalMask" and not fused.cu_q.equal(fused.cu_k):
-            fused.obstacle = "BlockDiagonalCausalMask with other lengths of keys than of queries is not measured"
-        fused.causal = name == "BlockDiagonalCausalMask"
-        fused.q, fused.k, fused.v = q[0], k[0], v[0]
-        fused.run = _without_batch(fused.run)
-        return capture(fused)[None] if fused.obstacle is None else original(**given)
-    elif bias is not None:
-        fused.mask = bias.materialize((q.shape[1], k.shape[1]), dtype=torch.float32, device=q.device)
-    return capture(fused)
-
-
-def capture_transformer_engine(original: Callable, given: dict[str, Any]) -> Any:
-    """Captures `DotProductAttention.forward` of transformer_engine.pytorch."""
-    module = given["self"]
-    layout = given.get("qkv_format") or module.qkv_format
-    order = given.get("attn_mask_type") or module.attn_mask_type
-    q, k, v = (given[name] for name in ("query_layer", "key_layer", "value_layer"))
-    fused = FusedCall(
-        "DotProductAttention", _runner_of_module(original, given), q, k, v,
-        scale=getattr(module, "softmax_scale", None), causal="causal" in order,
-        at_first_key="bottom_right" not in order, flat_heads=True,
-        window=_sides(given.get("window_size") or getattr(module, "window_size", None)),
-        dropout=module.attention_dropout if module.training else 0.0, slopes=given.get("alibi_slopes"),
-    )  # fmt: skip
-    if fused.causal:
-        fused.window = fused.window[0], None
-    mask = given.get("attention_mask")
-    if given.get("core_attention_bias_type", "no_bias") not in ("no_bias", "alibi") or given.get("inference_params"):
-        fused.obstacle = "it was given core_attention_bias or inference_params, which are not measured"
-    elif getattr(module, "softmax_type", "vanilla") != "vanilla" or isinstance(mask, tuple):
-        fused.obstacle = "its softmax_type or its pair of masks is not measured"
-    elif "padding" in order and layout != "thd" and mask is None:
-        fused.obstacle = "its padding is given by cu_seqlens, which is measured for qkv_format='thd' alone"
-    elif mask is not None and ("padding" in order or order == "arbitrary"):
-        fused.mask = ~mask  # there True hides
-    if layout == "thd":
-        fused.cu_q, fused.cu_k = given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")
-        if given.get("cu_seqlens_q_padded") is not None:
-            fused.obstacle = "it was given cu_seqlens_q_padded, which is not measured"
-    elif layout == "sbhd":
-        fused.q, fused.k, fused.v = (x.transpose(0, 1) for x in (q, k, v))
-        own = fused.run
-        fused.run = lambda dropout: own(dropout).transpose(0, 1)
-        return capture(fused).transpose(0, 1)
-    return capture(fused)
-
-
-def _is_set(value: Any) -> bool:
-    return bool(value) if isinstance(value, (bool, int, float)) else True
-
-
-def _either(given: dict, *names: str) -> Tensor | None:
-    return next((given[name] for name in names if given.get(name) is not None), None)
+def _find_foreign(original: Callable, given: dict[str, Any]) -> str | None:
+    """Returns what is said of the first argument that is not understood; None without one."""
+    name = next((name for name in FOREIGN if isinstance(given.get(name), Tensor) or given.get(name)), None)
+    return None if name is None else f"{original.__name__} was given {name}, which is not measured"
 
 
 def _unstack(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,41 +69,11 @@ def _unstack(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     if "qkv" in given:
         q, k, v = given["qkv"].unbind(-3)
         return q, k, v
-    if "kv" in given:
-        k, v = given["kv"].unbind(-3)
-        return given["q"], k, v
-    return given["q"], given["k"], given["v"]
+    k, v = given["kv"].unbind(-3) if "kv" in given else (given["k"], given["v"])
+    return given["q"], k, v
 
 
 def _sides(window: Any) -> Sides:
     """Returns a window with None for no limit."""
-    if window is None:
-        return None, None
-    left, right = (None if side is None or side < 0 else int(side) for side in window)
+    left, right = (None if side is None or side < 0 else int(side) for side in window or (None, None))
     return left, right
-
-
-def _runner(original: Callable, given: dict[str, Any], dropout_name: str) -> Callable[[float | None], Any]:
-    def run(dropout: float | None) -> Any:
-        changed = {} if dropout is None or dropout_name not in given else {dropout_name: dropout}
-        return original(**{**given, **changed})
-
-    return run
-
-
-def _without_batch(run: Callable) -> Callable[[float | None], Any]:
-    return lambda dropout: run(dropout)[0]
-
-
-def _runner_of_module(original: Callable, given: dict[str, Any]) -> Callable[[float | None], Any]:
-    module = given["self"]
-
-    def run(dropout: float | None) -> Any:
-        training = module.training
-        module.training = training and dropout is None
-        try:
-            return original(**given)
-        finally:
-            module.training = training
-
-    return run

@@ -24,7 +24,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from regard.health.capture.call import HIDES_ALWAYS, HIDES_AMONG_ZEROS, Call
 from regard.health.capture.equation import key_rows, parse_scores, parse_values, query_rows
-from regard.health.capture.interception import interceptions_of, route, route_to_observers, running_module
+from regard.health.capture.interception import (
+    interceptions_of,
+    is_swapped,
+    route_result,
+    route_to_observers,
+    running_module,
+)
 
 PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
@@ -226,29 +232,24 @@ def _capture(module: nn.Module, weights: Weights, layout: tuple[Tensor, Callable
     if q is None or k is None or v is None or q.shape[1] != heads:
         return run()
     rows, width = weights.logits.shape[-2], values.shape[-1]
-    results: list[Tensor] = []
 
-    def run_original() -> Tensor:
-        results.append(run())
-        return forth(results[0]).reshape(batch, heads, rows, width)
-
-    def own(wanted: Tensor | None) -> Tensor:
+    def own(_: Tensor | None) -> Tensor:
         p = weights.p.reshape(batch, heads, rows, -1)
-        output = p.to(v.dtype) @ v.repeat_interleave(heads // v.shape[1], 1)
-        return output if wanted is None else output.index_select(2, wanted)
+        return p.to(v.dtype) @ v.repeat_interleave(heads // v.shape[1], 1)
 
-    swapped = any(one.swap is not None for one in interceptions_of(module))
-    with torch.set_grad_enabled(swapped and torch.is_grad_enabled()):
+    with torch.set_grad_enabled(is_swapped(module) and torch.is_grad_enabled()):
         mask = _mask_of(weights.logits.reshape(batch, heads, rows, -1), q, k, product.scale)
     call = Call(
         module, q, k, v, own=own, kind="by hand", mask=mask, options=dict(scale=product.scale),
         dropout=weights.dropout, sliceable=False, three_dims=weights.logits.ndim == 3,
     )  # fmt: skip
-    output = route(call, run_original)
-    if results and not swapped:
-        return results[0]
     lead = weights.logits.shape[:-2]
-    return back(output.reshape(*lead, rows, width)).to(values.dtype)
+    return route_result(
+        call,
+        run,
+        lambda result: forth(result).reshape(batch, heads, rows, width),
+        lambda output: back(output.reshape(*lead, rows, width)).to(values.dtype),
+    )
 
 
 def _mask_of(logits: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor | None:

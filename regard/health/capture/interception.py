@@ -108,7 +108,6 @@ class Interception:
         self.names = {id(module): name for name, module in self.modules}
         self.names.setdefault(id(model), "")  # what torch.compile made of it
         self._hooks: list = []
-        self._compiled: list[tuple[nn.Module, Any]] = []  # in place, by module.compile()
 
     def _all_modules(self) -> list[nn.Module]:
         modules = [module for _, module in self.modules]
@@ -128,9 +127,6 @@ class Interception:
             torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder's, whose attention no hook sees
         ACTIVE.append(self)
         for module in self._all_modules():
-            if module._compiled_call_impl is not None:
-                self._compiled.append((module, module._compiled_call_impl))
-                module._compiled_call_impl = None
             if module._modules or not _lacks_attention(module):
                 self._hooks.append(module.register_forward_pre_hook(_enter_forward, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(_leave_forward, always_call=True))
@@ -156,13 +152,6 @@ class Interception:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for module, call in self._compiled:
-            heir = next((one for one in ACTIVE if id(module) in one.names), None)  # it runs as written there too
-            if heir is None:
-                module._compiled_call_impl = call
-            else:
-                heir._compiled.append((module, call))
-        self._compiled.clear()
         if ACTIVE:
             return
         torch.backends.mha.set_fastpath_enabled(_FAST_PATH[0])
@@ -332,6 +321,32 @@ def route_to_observers(call: Call, run_original: Callable[[], Tensor]) -> Tensor
     active = [one for one in interceptions_of(call.module) if one.observe is not None]
     with uncaptured():
         return _route(active, call, run_original) if active else run_original()
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """True if a swap covers `module`, so that what is computed for its calls needs gradients."""
+    return any(one.swap is not None for one in interceptions_of(module))
+
+
+def route_result(
+    call: Call, run: Callable[[], Any], to_output: Callable, from_output: Callable, returns_more: bool = False
+) -> Any:
+    """Returns what a model's function returns: `run()` or, where a swap has changed the call, the swapped output.
+
+    `to_output` takes what the function returns to the output [B, H, M, E], `from_output` takes that back. A function
+    that `returns_more` than an output runs once more for the rest.
+    """
+    results: list[Any] = []
+
+    def run_original() -> Tensor:
+        results.append(run())
+        return to_output(results[0])
+
+    output = route(call, run_original)
+    if results:
+        return results[0]
+    rest = run() if returns_more else None
+    return (from_output(output), *rest[1:]) if isinstance(rest, tuple) else from_output(output)
 
 
 def _route(active: list[Interception], call: Call, run: Callable[[], Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
 """Intercepts attention functions of other packages, under whatever name a model imported them.
 
 A model holds a reference to the function, so replacing a module's attribute would miss it. While calls are captured
-the function's code object is replaced by one with the same parameters that passes them, by name, to a capture
-function; the original runs as a copy of the function. A method of a module class is replaced on its class.
+the function's code object is replaced by one that passes its arguments, by name, to a capture function; the original
+runs as a copy of the function.
 """
 
 from __future__ import annotations
@@ -13,13 +13,7 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
-from regard.health.capture.flash_calls import (
-    capture_cache,
-    capture_flash,
-    capture_transformer_engine,
-    capture_varlen,
-    capture_xformers,
-)
+from regard.health.capture.flash_calls import capture_flash, capture_varlen
 from regard.health.capture.flex_calls import capture_flex
 
 Capture = Callable[[Callable, dict[str, Any]], Any]
@@ -29,20 +23,10 @@ MODULES = ("flash_attn.flash_attn_interface", "flash_attn_interface", "flash_att
            "flash_attn.cute.interface")  # fmt: skip
 FUNCTIONS: dict[tuple[str, str], Capture] = {
     **{(module, name): capture_flash for module in MODULES for name in FLASH},
-    **{(module, "flash_attn_with_kvcache"): capture_cache for module in MODULES},
     ("torch.nn.attention.varlen", "varlen_attn"): capture_varlen,
     ("torch.nn.attention.flex_attention", "flex_attention"): capture_flex,
-    ("xformers.ops.fmha", "memory_efficient_attention"): capture_xformers,
-}
-CLASSES: dict[tuple[str, str], Capture] = {
-    (module, "DotProductAttention"): capture_transformer_engine
-    for module in (
-        "transformer_engine.pytorch.attention",
-        "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
-    )
 }
 _PATCHED: dict[int, tuple[FunctionType, CodeType]] = {}
-_FORWARDS: dict[type, Callable] = {}
 
 
 def patch_packages() -> None:
@@ -51,70 +35,35 @@ def patch_packages() -> None:
         function = getattr(sys.modules.get(module), name, None)
         if isinstance(function, FunctionType) and function.__closure__ is None and id(function) not in _PATCHED:
             _PATCHED[id(function)] = function, function.__code__
-            function.__code__ = _code(function, _passing(_copy(function), capture))
-    for (module, name), capture in CLASSES.items():
-        kind = getattr(sys.modules.get(module), name, None)
-        if isinstance(kind, type) and kind not in _FORWARDS:
-            _FORWARDS[kind] = kind.forward  # type: ignore[attr-defined]
-            kind.forward = _method(kind.forward, capture)  # type: ignore[attr-defined]
+            function.__code__ = _make_code(function, capture)
 
 
 def unpatch_packages() -> None:
-    """Restores every function and class."""
+    """Restores every function."""
     for function, code in _PATCHED.values():
         function.__code__ = code
     _PATCHED.clear()
-    for kind, forward in _FORWARDS.items():
-        kind.forward = forward  # type: ignore[attr-defined]
-    _FORWARDS.clear()
 
 
-def _copy(function: FunctionType) -> FunctionType:
-    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+def _template(*args: Any, **kwargs: Any) -> Any:
+    capture: Any = "<capture>"  # a function takes its place among the code's constants; globals are another package's
+    return capture(*args, **kwargs)
 
 
-def _passing(original: Callable, capture: Capture) -> Callable:
-    def passed(**given: Any) -> Any:
-        more = given.pop("_more_", {})
-        return capture(original, {**given, **more})
+def _make_code(function: FunctionType, capture: Capture) -> CodeType:
+    """Returns code that gives `capture` a copy of the function and its arguments by name."""
+    original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    signature = inspect.signature(original)
+    others = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
 
-    return passed
-
-
-def _code(function: FunctionType, passed: Callable) -> CodeType:
-    """Returns code with the function's own parameters that returns passed(name=value, …)."""
-    code = function.__code__
-    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    parameters = list(named[: code.co_argcount])
-    if code.co_kwonlyargcount:
-        parameters += ["*", *named[code.co_argcount :]]
-    arguments = [f"{name}={name}" for name in named]
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        parameters.append("**_more_")
-        arguments.append("_more_=_more_")
-    text = f"def {function.__name__}({', '.join(parameters)}):\n    return '_passed_'({', '.join(arguments)})\n"
-    made = next(x for x in _compile(text).co_consts if isinstance(x, CodeType))
-    return made.replace(co_consts=tuple(passed if x == "_passed_" else x for x in made.co_consts))
-
-
-def _compile(text: str) -> CodeType:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # the text calls a string, in whose place the function is put
-        return compile(text, "<regard>", "exec")
-
-
-def _method(forward: Callable, capture: Capture) -> Callable:
-    signature = inspect.signature(forward)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def pass_by_name(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
-        extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-        return capture(forward, {**given, **(given.pop(extra) if extra else {})})
+        more = given.pop(others, {})
+        return capture(original, {**given, **more})
 
-    return method
+    code = _template.__code__
+    constants = tuple(pass_by_name if x == "<capture>" else x for x in code.co_consts)
+    return code.replace(co_name=function.__name__, co_consts=constants)

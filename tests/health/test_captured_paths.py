@@ -64,13 +64,6 @@ def einsum_with_bias(q, k, v):
     return torch.einsum("b h i j, b j h d -> b i h d", sim.softmax(dim=-1, dtype=torch.float32), v)
 
 
-def transposed_values(q, k, v):
-    q, k, v = (by_heads(x).reshape(-1, TOKENS, WIDTH) for x in (q, k, v))
-    w = torch.bmm(q, k.permute(0, 2, 1)) * WIDTH**-0.5
-    w = F.softmax(w, dim=2).permute(0, 2, 1)
-    return by_heads(torch.bmm(v.transpose(1, 2), w).transpose(1, 2).reshape(BATCH, HEADS, TOKENS, WIDTH))
-
-
 def soft_capped(q, k, v):
     q, k, v = map(by_heads, (q, k, v))
     s = (q @ k.mT) / math.sqrt(WIDTH)
@@ -138,7 +131,6 @@ PATHS = {
     "old bert": (old_bert, dict(causal=True)),
     "batched products": (batched_products, dict(causal=True)),
     "einsum": (einsum_with_bias, dict(causal=True, slopes=1)),
-    "transposed values": (transposed_values, {}),
     "soft cap by hand": (soft_capped, dict(causal=True, cap=2.0)),
 }  # fmt: skip
 
@@ -189,11 +181,9 @@ def path(request, monkeypatch):
 def test_readings_are_those_of_float64(path):
     layer, x, options = path
     report = regard.examine(layer, [x])
-    heads = 1 if layer._function[0] is transposed_values else HEADS  # its heads are among the sequences
-    assert report.unmeasured == [] and len(report.heads) == heads
+    assert report.unmeasured == [] and len(report.heads) == HEADS
     q, k, _ = (part.detach().double() for part in layer.split(x))
     logits = dense(q, k, **options)
-    logits = logits.reshape(-1, heads, *logits.shape[-2:])
     visible = logits > -math.inf
     expected = dict(regard.statistics.of_scores(logits, visible)) if "sink" not in options else {}
     counted = torch.ones(logits.shape[0], logits.shape[2], dtype=torch.bool)

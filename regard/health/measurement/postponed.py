@@ -82,26 +82,19 @@ class PostponedCall:
 class Together:
     """The measurement of several layers of one shape, a row for each."""
 
-    FETCHED = "flat", "histogram", "differences", "low", "high", "sizes"  # on the device until a copy replaces them
+    FETCHED = "flat", "histogram", "differences", "values", "sizes"  # on the device until a copy replaces them
 
     keys: list[Key]
-    sequences: int
     flat: Tensor  # [L, F], as in `LayerReading`
     histogram: Tensor  # [L, S, H, bins]
     differences: Tensor  # [L, H]
-    low: Tensor  # [L·B, G, E]: see `norms.value_range`
-    high: Tensor
+    values: Tensor  # [2, L, G]: see `norms.value_spread`
     sizes: Tensor  # [3, L, H] sums of ‖q‖, ‖k‖ and ‖v‖ over rows
     rows: int  # behind each of those sums
 
     def reading(self, at: int) -> LayerReading:
         """Returns the reading of one layer."""
         return LayerReading.from_sums(self.histogram.shape[2], self.flat[at], self.histogram[at])
-
-    def values(self, at: int) -> norms.Range:
-        """Returns the range of one layer's values."""
-        own = slice(at * self.sequences, (at + 1) * self.sequences)
-        return self.low[own], self.high[own]
 
 
 def measure_together(calls: Sequence[PostponedCall], measure: Measure) -> Together:
@@ -115,11 +108,10 @@ def measure_together(calls: Sequence[PostponedCall], measure: Measure) -> Togeth
     device = q.device
     found = Together(
         [one.key for one in calls],
-        batch,
         empty_sums(heads, device).repeat(many, 1),
         torch.zeros((many, *LayerReading.histogram_shape(heads)), dtype=torch.int64, device=device),
         torch.empty(0),
-        *norms.value_range(v),
+        norms.value_spread(v, many),
         torch.stack([_sum_norms(x, many, heads) for x in (q, k, v)]),
         batch * queries,
     )
@@ -154,8 +146,9 @@ def _add_on_gpu(found: Together, call: Call, own: Tensor, rebuilt: Tensor, stats
 
 def _add_layer_by_layer(found: Together, call: Call, own: Tensor, rebuilt: Tensor, stats: Mapping[str, Tensor]) -> None:
     differences = []
+    sequences = len(own) // len(found.keys)
     for at in range(len(found.keys)):
-        part = slice(at * found.sequences, (at + 1) * found.sequences)
+        part = slice(at * sequences, (at + 1) * sequences)
         reading = found.reading(at).update({name: stats[name][part] for name in NAMES})
         norms.add_predicted_variance(reading, replace(call, q=call.q[part], k=call.k[part], v=call.v[part]), None)
         differences.append(norms.relative_difference(own[part], rebuilt[part], None))

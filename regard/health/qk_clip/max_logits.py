@@ -24,7 +24,6 @@ class MaxLogits:
     """Observes the training forwards of a model: the largest logit of every head since `take` was last called."""
 
     def __init__(self, model: nn.Module) -> None:
-        remove_copied_hooks(model)
         self.largest: dict[str, Tensor] = {}  # layer -> [H]
         self.shapes: dict[str, tuple[int, int]] = {}  # layer -> query heads and their width
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be read
@@ -181,12 +180,11 @@ def observe(model: nn.Module) -> MaxLogits:
     return observer
 
 
-def remove_copied_hooks(model: nn.Module) -> None:
-    """Removes the hooks that a copy of an observed model, or one loaded from a file, has brought along."""
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
-        for at in [at for at, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), MaxLogits)]:
-            del hooks[at]
-            model._forward_hooks_always_called.pop(at, None)
+def stop(model: nn.Module) -> None:
+    """Stops observing `model` for `qk_clip`; the model is as it was."""
+    observer = OBSERVERS.pop(model, None)
+    if observer is not None:
+        observer.close()
 
 
 def _nothing_seen(complaint: str) -> ValueError:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from regard.health.measurement.side_stream import HostCopies
+
 Shapes = dict[str, tuple[int, int]]  # layer -> query heads and their width
 
 
@@ -22,14 +24,16 @@ class RankReduction:
 
     def __init__(self) -> None:
         self.agreed: Shapes = {}
-        self._flags: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._flags: list[bool] = []
+        self._copies = HostCopies()  # of the flags
         self._met_new_layer = False
 
     def saw_nothing(self) -> bool:
         """True once, on all ranks, if one rank missed attention at the last call and none saw any."""
-        if self._flags is None:
+        self._copies.finish()
+        if not self._flags:
             return False
-        (met_new_layer, missed, saw_any), self._flags = _read_flags(*self._flags), None
+        (met_new_layer, missed, saw_any), self._flags = self._flags, []
         self._met_new_layer |= met_new_layer
         return missed and not saw_any
 
@@ -55,28 +59,16 @@ class RankReduction:
         joined = torch.cat(parts)
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
         first, *parts = joined.split([3, *(heads for heads, _ in self.agreed.values())])
-        self._flags = _start_copy(first)
+        self._copies.add(first, self._receive_flags)
+        self._copies.start()
         reduced = zip(self.agreed, parts, strict=True)
         return {name: largest for name, largest in reduced if self.agreed[name] == shapes[name]}, late
+
+    def _receive_flags(self, flags: Tensor) -> None:
+        self._flags = [number > 0 for number in flags.tolist()]
 
     def _exchange_layers(self, shapes: Shapes, group: Any) -> None:
         gathered: list = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, shapes, group=group)
         self.agreed, self._met_new_layer = dict(sorted(item for one in gathered for item in one.items())), False
         shapes.update({name: shape for name, shape in self.agreed.items() if name not in shapes})
-
-
-def _start_copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Starts a copy of x to the CPU; returns it and the event of its end."""
-    if x.device.type != "cuda":
-        return x, None
-    done = torch.cuda.Event()
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-    done.record(torch.cuda.current_stream(x.device))
-    return copy, done
-
-
-def _read_flags(x: Tensor, done: torch.cuda.Event | None) -> list[bool]:
-    if done is not None:
-        done.synchronize()
-    return [number > 0 for number in x.tolist()]

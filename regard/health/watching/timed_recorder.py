@@ -13,7 +13,6 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.capture.interception import running_frame, uncaptured
-from regard.health.measurement.norms import Range
 from regard.health.measurement.postponed import (
     MOST_BYTES,
     PostponedCall,
@@ -174,23 +173,16 @@ class TimedRecorder(Recorder):
     def _copy_to_host(self, copies: HostCopies) -> None:
         """Adds all tensors that this recorder has on a device."""
         for one in self._together:
-            for name in one.FETCHED:
-                copies.add(getattr(one, name), partial(setattr, one, name))
+            copies.add_attributes(one, *one.FETCHED)
         for batch in self._batch.values():
             batch.reading = LayerReading.from_sums(batch.reading.heads, batch.reading.flat, batch.reading.histogram)
-            for name in ("flat", "histogram"):
-                copies.add(getattr(batch.reading, name), partial(setattr, batch.reading, name))
-            for name in ("difference", "empty_rows"):
-                if (x := getattr(batch, name)) is not None:
-                    copies.add(x, partial(setattr, batch, name))
+            copies.add_attributes(batch.reading, "flat", "histogram")
+            copies.add_attributes(batch, "difference", "empty_rows", "values")
             for mask in batch.masks:
                 for name, x in mask.anomalies.items():
                     copies.add(x, partial(setitem, mask.anomalies, name))
-            for at, ends in enumerate(batch.values):
-                copies.add(torch.stack(ends), partial(_set_range, batch.values, at))
         for layer in self.layers.values():
-            if layer.gates is not None:
-                copies.add(layer.gates, partial(setattr, layer, "gates"))
+            copies.add_attributes(layer, "gates")
         for norms in self.norms.values():
             for name, (sums, rows) in norms.items():
                 copies.add(sums, partial(_set_norm, norms, name, rows))
@@ -207,7 +199,7 @@ class TimedRecorder(Recorder):
 
     def _add_measured(self, key: tuple[str, int], one: Together, at: int) -> None:
         """Adds a postponed call to the readings of its layer."""
-        batch = BatchReading(one.reading(at), self._limits[key], one.differences[at], values=[one.values(at)])
+        batch = BatchReading(one.reading(at), self._limits[key], one.differences[at], values=one.values[:, at])
         known = self._batch.setdefault(key, batch)
         if known is not batch and known.reading.heads != batch.reading.heads:
             self.layers[key].mark_unmeasured(HEADS_CHANGE)
@@ -215,7 +207,7 @@ class TimedRecorder(Recorder):
         if known is not batch:
             known.reading = known.reading.merge(batch.reading)
             known.add_difference(one.differences[at])
-            known.values += batch.values
+            known.add_values(one.values[:, at])
         for name, sums in zip(NORMS, one.sizes[:, at], strict=True):
             self._add_norm(key, name, sums, one.rows)
 
@@ -240,11 +232,6 @@ class TimedRecorder(Recorder):
                     before, count = found.get(norm, (0.0, 0))
                     found[norm] = before + sums, count + rows
         return found
-
-
-def _set_range(ranges: list[Range], at: int, ends: Tensor) -> None:
-    low, high = ends
-    ranges[at] = low, high
 
 
 def _set_norm(norms: Norms, name: str, rows: int, sums: Tensor) -> None:

@@ -204,7 +204,7 @@ def clipped_where_layers_are_dropped(rank: int, world: int) -> None:
 
 
 def clipped_where_all_layers_are_dropped(rank: int, world: int) -> None:
-    """A rank that ran no attention waits for no error of its own; what none ran is told to all, at the next call."""
+    """A rank that ran no attention raises no error of its own, unless no rank has ever run any."""
     torch.manual_seed(0)
     model = Dropped()
     x = torch.randn(2, 5, 8)
@@ -213,9 +213,7 @@ def clipped_where_all_layers_are_dropped(rank: int, world: int) -> None:
         model(x, others if rank else first)
         regard.qk_clip(model, 1.0)
     model(x, "b")
-    with pytest.raises(ValueError, match="before the last call for this model, no rank saw an attention call"):
-        regard.qk_clip(model, 1.0)
-    assert regard.qk_clip(model, 1.0).max_logit["layers.b"][0] > -math.inf  # what was seen still counts
+    assert regard.qk_clip(model, 1.0).max_logit["layers.b"][0] > -math.inf
     regard.qk_clip.stop(model)
     regard.qk_clip(model, 1.0)
     model(x, "")

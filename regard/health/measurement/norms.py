@@ -144,6 +144,27 @@ def predicted_variance(call: Call, rows: Tensor | None, scale: float | Tensor) -
     return scale**2 * q_norm * k_norm / q.shape[-1]
 
 
+def add_norms(flat: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Adds ‖q‖, ‖k‖ and ‖v‖, summed over the rows of each of L layers, to their readings `flat` [L, F].
+
+    The B sequences of a layer follow one another in q [L·B, H, M, D], k and v.
+    """
+    layers, heads = len(flat), q.shape[1]
+    sums = [_sum_norms(x, layers, heads) for x in (q, k, v)]
+    (begin, end, shape), (at, _, _) = (parts_of(heads)[name] for name in ("norms", "norm_rows"))
+    flat[:, begin:end].view(layers, *shape).add_(torch.stack(sums, 1))
+    for offset, x in enumerate((q, k)):
+        flat[:, at + offset] += x.shape[0] // layers * x.shape[2]
+
+
+def _sum_norms(x: Tensor, layers: int, heads: int) -> Tensor:
+    """Returns the sums of ‖x‖ over the rows of each layer and query head, [L, H], in float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float()
+    sums = norms.unflatten(0, (layers, -1)).sum((1, 3))
+    return sums if sums.shape[1] == heads else sums.repeat_interleave(heads // sums.shape[1], 1)
+
+
 def value_spread(v: Tensor, layers: int = 1) -> Tensor:
     """Returns how much the values [L·B, G, N, E] of L layers differ and how large they are, [2, L, G].
 

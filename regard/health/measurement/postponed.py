@@ -82,15 +82,13 @@ class PostponedCall:
 class Together:
     """The measurement of several layers of one shape, a row for each."""
 
-    FETCHED = "flat", "histogram", "differences", "values", "sizes"  # on the device until a copy replaces them
+    FETCHED = "flat", "histogram", "differences", "values"  # on the device until a copy replaces them
 
     keys: list[Key]
     flat: Tensor  # [L, F], as in `LayerReading`
     histogram: Tensor  # [L, S, H, bins]
     differences: Tensor  # [L, H]
     values: Tensor  # [2, L, G]: see `norms.value_spread`
-    sizes: Tensor  # [3, L, H] sums of ‖q‖, ‖k‖ and ‖v‖ over rows
-    rows: int  # behind each of those sums
 
     def reading(self, at: int) -> LayerReading:
         """Returns the reading of one layer."""
@@ -100,7 +98,7 @@ class Together:
 def measure_together(calls: Sequence[PostponedCall], measure: Measure) -> Together:
     """Measures calls of one kind as the sequences of one batch."""
     first, many = calls[0].call, len(calls)
-    batch, heads, queries, _ = first.q.shape
+    heads = first.q.shape[1]
     q, k, v = (torch.cat([getattr(one.call, name) for one in calls]) for name in ("q", "k", "v"))
     own = torch.cat([one.own for one in calls])
     with torch.autocast(q.device.type, enabled=False):  # all of it is in autocast's dtype already
@@ -112,23 +110,11 @@ def measure_together(calls: Sequence[PostponedCall], measure: Measure) -> Togeth
         torch.zeros((many, *LayerReading.histogram_shape(heads)), dtype=torch.int64, device=device),
         torch.empty(0),
         norms.value_spread(v, many),
-        torch.stack([_sum_norms(x, many, heads) for x in (q, k, v)]),
-        batch * queries,
     )
+    norms.add_norms(found.flat, q, k, v)
     add = _add_on_gpu if device.type == "cuda" else _add_layer_by_layer
     add(found, replace(first, q=q, k=k, v=v), own, rebuilt, stats)
     return found
-
-
-def row_norms(x: Tensor) -> Tensor:
-    """Returns ‖x‖ of every row, in float32."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).float()
-
-
-def _sum_norms(x: Tensor, layers: int, heads: int) -> Tensor:
-    """Returns the sums of ‖x‖ over the rows of each layer and query head, [L, H]."""
-    sums = row_norms(x).unflatten(0, (layers, -1)).sum((1, 3))
-    return sums if sums.shape[1] == heads else sums.repeat_interleave(heads // sums.shape[1], 1)
 
 
 def _add_on_gpu(found: Together, call: Call, own: Tensor, rebuilt: Tensor, stats: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard._core.attention import attention
-from regard.health.capture.call import NESTED, UNDER_VMAP, Call
+from regard.health.capture.call import UNDER_VMAP, Call
 from regard.health.capture.interception import ForwardInterceptions, Interception, as_written, close_scope, open_scope
 from regard.health.qk_clip.ranks import RankReduction
 from regard.nn import MultiheadAttention
@@ -105,29 +105,29 @@ class MaxLogits:
     def take(self, model: nn.Module, group: Any) -> dict[str, Tensor]:
         """Returns layer → largest logits [H], the same on every rank, and forgets them; no wait for a GPU.
 
-        Attention that is missed on one rank alone (layer drop) is not missed; what all ranks miss is raised at the next
-        call.
+        Attention that one rank alone misses (layer drop) is not missed.
         """
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         complaint = self._complaint(model)
-        if complaint is not None and not is_distributed:
-            raise _nothing_seen(complaint)
-        if self._ranks.saw_nothing():
-            raise _nothing_seen("before the last call for this model, no rank saw an attention call")
         found, self.largest, self.forwards = self.largest, {}, 0
-        if not is_distributed:
-            return found
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        reduced, late = self._ranks.reduce(found, self.shapes, group, device, complaint is not None)
+        reduced, late = found, set[str]()
+        if is_distributed:
+            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+            reduced, late = self._ranks.reduce(found, self.shapes, group, device)
         if complaint is not None and not reduced:
-            raise _nothing_seen(complaint)
+            raise ValueError(
+                f"qk_clip: {complaint}. It captures regard.nn, torch's nn.MultiheadAttention and "
+                "scaled_dot_product_attention, and attention layers of transformers, in forwards of the module that it "
+                "is given. If torch.compile returned the module that runs, pass that; a module compiled in place, or "
+                "called in parts, works with regard.nn alone"
+            )
         for name in late:
             self._add_largest(name, found[name])
         return reduced
 
     def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
         output = run_original()
-        if call.obstacle in (UNDER_VMAP, NESTED):
+        if (call.obstacle is not None and call.kind != "regard") or call.obstacle == UNDER_VMAP:
             self.unseen[name] = call.obstacle
             return output
         if self._read_module(name, threading.get_ident()):  # the call itself has its temperature in the scale
@@ -185,14 +185,6 @@ def stop(model: nn.Module) -> None:
     observer = OBSERVERS.pop(model, None)
     if observer is not None:
         observer.close()
-
-
-def _nothing_seen(complaint: str) -> ValueError:
-    return ValueError(
-        f"qk_clip: {complaint}. It captures regard.nn, torch's nn.MultiheadAttention and scaled_dot_product_attention, "
-        "and attention layers of transformers, in forwards of the module that it is given. If torch.compile returned "
-        "the module that runs, pass that; a module compiled in place, or called in parts, works with regard.nn alone"
-    )
 
 
 def weights_version(model: nn.Module) -> int:

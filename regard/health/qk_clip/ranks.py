@@ -19,53 +19,42 @@ class RankReduction:
     """Takes the maximum over ranks in one collective over every layer that any rank has seen.
 
     The ranks exchange the list of layers while it is empty, and again after a call in which one of them met a new
-    layer: three flags travel with the logits and are read at the next call, so that no rank waits for its GPU.
+    layer: a flag for that travels with the logits and is read at the next call, so that no rank waits for its GPU.
     """
 
     def __init__(self) -> None:
         self.agreed: Shapes = {}
-        self._flags: list[bool] = []
-        self._copies = HostCopies()  # of the flags
         self._met_new_layer = False
-
-    def saw_nothing(self) -> bool:
-        """True once, on all ranks, if one rank missed attention at the last call and none saw any."""
-        self._copies.finish()
-        if not self._flags:
-            return False
-        (met_new_layer, missed, saw_any), self._flags = self._flags, []
-        self._met_new_layer |= met_new_layer
-        return missed and not saw_any
+        self._copies = HostCopies()  # of the flag
 
     def reduce(
-        self, found: Mapping[str, Tensor], shapes: Shapes, group: Any, device: torch.device, missed: bool
+        self, found: Mapping[str, Tensor], shapes: Shapes, group: Any, device: torch.device
     ) -> tuple[dict[str, Tensor], set[str]]:
         """Returns layer → [H], the same on every rank, and the layers of `found` that wait for the next call.
 
-        `found`: the logits of this rank; `shapes`: of all layers it has ever seen, to which others' are added;
-        `missed`: was attention missed here?
+        `found`: the logits of this rank; `shapes`: of all layers it has ever seen, to which others' are added.
         """
+        self._copies.finish()
         if self._met_new_layer or not self.agreed:
             self._exchange_layers(shapes, group)
         if not self.agreed:
             return {}, set()
         late = {name for name in found if self.agreed.get(name) != shapes[name]}
         device = next((largest.device for largest in found.values()), device)
-        flags = bool(late), missed, bool(found)
-        parts = [torch.full((1,), float(flag), device=device) for flag in flags]  # no copy from the host to wait for
+        parts = [torch.full((1,), float(bool(late)), device=device)]  # no copy from the host to wait for
         for name, (heads, _) in self.agreed.items():
             seen = name in found and name not in late
             parts.append(found[name].to(device) if seen else torch.full((heads,), -math.inf, device=device))
         joined = torch.cat(parts)
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
-        first, *parts = joined.split([3, *(heads for heads, _ in self.agreed.values())])
-        self._copies.add(first, self._receive_flags)
+        flag, *parts = joined.split([1, *(heads for heads, _ in self.agreed.values())])
+        self._copies.add(flag, self._receive_flag)
         self._copies.start()
         reduced = zip(self.agreed, parts, strict=True)
         return {name: largest for name, largest in reduced if self.agreed[name] == shapes[name]}, late
 
-    def _receive_flags(self, flags: Tensor) -> None:
-        self._flags = [number > 0 for number in flags.tolist()]
+    def _receive_flag(self, flag: Tensor) -> None:
+        self._met_new_layer |= bool(flag > 0)
 
     def _exchange_layers(self, shapes: Shapes, group: Any) -> None:
         gathered: list = [None] * dist.get_world_size(group)

@@ -30,7 +30,8 @@ from regard.health.readings import histogram
 from regard.health.readings.histogram import BINS, DERIVED, NAMES, ROW, Spread, Spreads
 
 COMPARED = 1024  # rows of a call that are compared, at least
-ADDED = ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls")  # merge by adding
+ADDED = ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls", "norms",
+         "norm_rows")  # fmt: skip  # merge by adding
 LEAST_KEYS = 4  # a fingerprint needs a row that has a choice
 CURVES = ("entropy_ratio", "max_weight", "distance")  # followed over the query's position
 POSITIONS = 144  # bins of positions, up to 2²⁰
@@ -53,6 +54,8 @@ def _shapes(heads: int) -> dict[str, tuple[int, ...]]:
         compared=(heads,),  # rows behind products
         predicted=(heads,),  # Σ over calls of the logit variance that the norms predict
         calls=(),  # behind predicted
+        norms=(3, heads),  # Σ ‖q‖, ‖k‖ and ‖v‖ over rows, where a monitor asks for them
+        norm_rows=(2,),  # queries and keys behind norms
     )
 
 
@@ -111,6 +114,8 @@ class LayerReading:
     compared: Tensor
     predicted: Tensor
     calls: Tensor
+    norms: Tensor
+    norm_rows: Tensor
 
     def __init__(self, heads: int, device: torch.device | str = "cpu") -> None:
         self.heads = heads

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.capture.interception import running_frame, uncaptured
+from regard.health.findings import collapsed, dead, diffuse, dying_gradient, exploding_logits, scale_off
+from regard.health.findings._finding import HeadList, positional_heads
+from regard.health.measurement.norms import add_norms
 from regard.health.measurement.postponed import (
     MOST_BYTES,
     PostponedCall,
@@ -20,29 +23,27 @@ from regard.health.measurement.postponed import (
     can_wait,
     copy_first,
     measure_together,
-    row_norms,
 )
 from regard.health.measurement.recorder import HEADS_CHANGE, BatchReading, Layer, Recorder
 from regard.health.measurement.side_stream import HostCopies, record_event
+from regard.health.readings.heads import heads_of
 from regard.health.readings.layer_reading import LayerReading
-from regard.health.watching.flags import mark_flags
-from regard.health.watching.sample import AT, NORMS, fill_table
+from regard.health.watching.sample import AT, fill_table
 
-Norms = dict[str, tuple[Tensor, int]]  # "q_norm", … -> sums over rows [heads], rows
+WATCHED = (exploding_logits, collapsed, dying_gradient, scale_off, dead, diffuse)
 
 
 class TimedRecorder(Recorder):
     """Counts the seconds beyond the model's own; a failed measurement is noted as the layer's reason.
 
     After each forward `end_forward` measures what was postponed (see `postponed.py`) and starts to fetch the numbers,
-    without a wait; `finish_batch` reads them. `norms`: layer key → norms of q, k and v.
+    without a wait; `finish_batch` reads them.
     """
 
     replaces = False
 
     def __init__(self, sequences: int | None = None) -> None:
         super().__init__(sequences=sequences)
-        self.norms: dict[tuple[str, int], Norms] = {}
         self._calls: list[tuple[Moment, Moment]] = []  # where observing a call began and ended
         self._own: list[tuple[Moment, Moment]] = []  # the same of what the model runs within
         self._is_on_gpu = False
@@ -98,20 +99,9 @@ class TimedRecorder(Recorder):
     def _observe(self, call: Call, name: str, run_model: Callable[[], Tensor]) -> Tensor:
         output = super().__call__(call, name, run_model)
         if self.layers[self.key].reason is None and call.obstacle is None:
-            self._add_norms(call if self.sequences is None else call.first_sequences(self.sequences))
+            small = call if self.sequences is None else call.first_sequences(self.sequences)
+            add_norms(self._batch[self.key].reading.flat[None], small.q, small.k, small.v)
         return output
-
-    def _add_norms(self, call: Call) -> None:
-        heads = call.q.shape[1]
-        for name, x in (("q_norm", call.q), ("k_norm", call.k), ("v_norm", call.v)):
-            sums = row_norms(x.detach()).sum((0, 2))
-            sums = sums.repeat_interleave(heads // len(sums))
-            self._add_norm(self.key, name, sums, x.shape[0] * x.shape[2])
-
-    def _add_norm(self, key: tuple[str, int], name: str, sums: Tensor, rows: int) -> None:
-        known = self.norms.setdefault(key, {})
-        before, count = known.get(name, (0.0, 0))
-        known[name] = before + sums, count + rows
 
     def _can_wait(self, call: Call, name: str) -> bool:
         """True if the call may be measured after the forward: a few sequences of it, all of whose rows count."""
@@ -183,9 +173,6 @@ class TimedRecorder(Recorder):
                     copies.add(x, partial(setitem, mask.anomalies, name))
         for layer in self.layers.values():
             copies.add_attributes(layer, "gates")
-        for norms in self.norms.values():
-            for name, (sums, rows) in norms.items():
-                copies.add(sums, partial(_set_norm, norms, name, rows))
 
     def finish_batch(self) -> bool:
         """Reads the numbers of the forward, and keeps those of layers that passed the fidelity check."""
@@ -208,34 +195,28 @@ class TimedRecorder(Recorder):
             known.reading = known.reading.merge(batch.reading)
             known.add_difference(one.differences[at])
             known.add_values(one.values[:, at])
-        for name, sums in zip(NORMS, one.sizes[:, at], strict=True):
-            self._add_norm(key, name, sums, one.rows)
 
     def fill(self, layer: Layer, table: Tensor) -> None:
         """Writes the numbers of a measured layer into its table."""
         if layer.reading is not None:
-            fill_table(table, layer.reading, self.norms_of(layer))
+            fill_table(table, layer.reading)
         if layer.gates is not None:
             count, total, _ = layer.gates
             table[:, AT["gate_rows"]], table[:, AT["gate"]] = count, total / count.clamp_min(1.0)
 
     def mark_flags(self, layers: list[Layer], tables: dict[int, Tensor]) -> None:
-        """Writes the findings of all heads into the tables, by the layers' index."""
-        mark_flags(layers, tables)
-
-    def norms_of(self, layer: Layer) -> Norms:
-        """Returns the norms of a layer; those of all uses where they were merged."""
-        found: Norms = {}
-        for (name, use), known in self.norms.items():
-            if name == layer.name and (layer.together or use == layer.use):
-                for norm, (sums, rows) in known.items():
-                    before, count = found.get(norm, (0.0, 0))
-                    found[norm] = before + sums, count + rows
-        return found
-
-
-def _set_norm(norms: Norms, name: str, rows: int, sums: Tensor) -> None:
-    norms[name] = sums, rows
+        """Writes the number of each finding (but no notes) into the tables, by the layers' index."""
+        heads = HeadList(heads_of(layers))
+        if not heads:
+            return
+        for module in WATCHED:
+            find = getattr(module, "find_warnings", None) or getattr(module, "find", None)
+            for finding in find(heads) if find is not None else module.find_in_layers(layers):
+                if finding.severity != "note":
+                    for (index, head), number in zip(finding.places, finding.measured, strict=True):
+                        tables[index][head, AT[module.KIND]] = number
+        for head in positional_heads(heads)[1]:
+            tables[head.index][head.head, AT["positional"]] = 1.0
 
 
 class Moment(NamedTuple):

@@ -108,7 +108,6 @@ PATHS = {
     "flash_attn_func window cap": (first(P.flash_attn_func, causal=True, window_size=(4, 0), softcap=2.0),
                                    dict(causal=True, window=4, cap=2.0)),
     "flash_attn_func both sides": (first(P.flash_attn_func, window_size=(3, 2)), dict(window=3, ahead=2)),
-    "flash_attn_func alibi": (first(P.flash_attn_func, causal=True, alibi_slopes=SLOPES), dict(causal=True, slopes=1)),
     "flash_attn_qkvpacked_func": (lambda q, k, v: P.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), 0.0, 0.4),
                                   dict(scale=0.4)),
     "flash_attn_kvpacked_func": (lambda q, k, v: P.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True),

@@ -261,7 +261,7 @@ def in_a_model(rank: int, world: int) -> None:
             whole = model(input_ids=ids)[0]
         with regard.using(model, normalizer="entmax15", context_parallel=mesh):
             assert torch.allclose(model(input_ids=ids)[0], whole, atol=1e-5)
-    with regard.using(llama, context_parallel=mesh), pytest.raises(ValueError, match="labels stay outside"):
+    with regard.using(llama, context_parallel=mesh), pytest.raises(ValueError, match="labels does not go with"):
         llama(input_ids=ids, labels=ids)
     refused_models(mesh, small, ids, llama)
     learned = list(llama.parameters())
@@ -359,7 +359,7 @@ def refused_inputs(mesh, small: dict, ids: torch.Tensor, llama) -> None:
     mobile = t.MobileBertConfig(embedding_size=16, intra_bottleneck_size=16, num_feedforward_networks=1, **small)
     for model, error in (
         (t.BartForCausalLM(bart), "BartForCausalLM takes no position_ids"),
-        (t.MobileBertModel(mobile, add_pooling_layer=False), "trigram_input joins the embeddings of neighbours"),
+        (t.MobileBertModel(mobile, add_pooling_layer=False), "trigram_input makes a token depend on others"),
     ):
         with pytest.raises(ValueError, match=error):
             regard.using(model, context_parallel=mesh)

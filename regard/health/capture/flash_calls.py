@@ -19,7 +19,7 @@ from regard.health.capture.fused_call import FusedCall, Sides, capture
 FOREIGN = (
     "qv", "q_descale", "k_descale", "v_descale", "gather_kv_indices", "score_mod", "mask_mod", "aux_tensors",
     "block_sparse_tensors", "full_block_cnt", "mask_block_cnt", "page_table", "block_table", "attention_chunk",
-    "seqused_q", "seqused_k", "num_heads_q",
+    "seqused_q", "seqused_k", "num_heads_q", "alibi_slopes",
 )  # fmt: skip
 EXTRA = ("return_attn_probs", "return_lse", "return_softmax_lse", "return_aux")
 
@@ -37,8 +37,8 @@ def capture_flash(original: Callable, given: dict[str, Any]) -> Any:
         FusedCall(
             kind=original.__name__, run=run, q=q, k=k, v=v, scale=given.get("softmax_scale"),
             causal=bool(given.get("causal")), window=_sides(given.get("window_size")), softcap=given.get("softcap"),
-            sink=given.get("s_aux") if sink is None else sink, slopes=given.get("alibi_slopes"),
-            dropout=given.get("dropout_p") or 0.0, cu_q=cu_q, cu_k=given.get("cu_seqlens_k", cu_q),
+            sink=given.get("s_aux") if sink is None else sink, dropout=given.get("dropout_p") or 0.0, cu_q=cu_q,
+            cu_k=given.get("cu_seqlens_k", cu_q),
             obstacle=_find_foreign(original, given),
             returns_more="dropout_p" not in given or any(given.get(name) for name in EXTRA),
         )

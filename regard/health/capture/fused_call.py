@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.capture.call import Call, clean_mask, merge_mask_and_bias
+from regard.health.capture.call import Call, clean_mask
 from regard.health.capture.documents import document_mask
 from regard.health.capture.interception import interceptions_of, route_result, running_module, without_mode
 
@@ -43,7 +43,6 @@ class FusedCall:
     softcap: float | None = None
     sink: Tensor | None = None
     mask: Tensor | None = None  # bool, broadcasting to [B, H, M, N]
-    slopes: Tensor | None = None  # of ALiBi, (H,) or (B, H)
     dropout: float = 0.0
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
@@ -105,8 +104,6 @@ def _arrange(fused: FusedCall) -> Layout:
         mask, causal = order if mask is None else mask & order, False
     elif fused.window != (None, None):
         options["window"] = fused.window
-    if fused.slopes is not None:
-        mask = _add_slopes(mask, fused.slopes, queries, keys)
     if mask is not None:
         _refuse_long(mask.numel())
     return Layout(_swap_heads, _swap_heads, mask, causal, options)
@@ -122,16 +119,6 @@ def _swap_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _add_slopes(mask: Tensor | None, slopes: Tensor, queries: int, keys: int) -> Tensor:
-    """Adds −slope·|i + N − M − j| to a mask."""
-    place = torch.arange(queries, device=slopes.device)[:, None] + keys - queries
-    distance = (place - torch.arange(keys, device=slopes.device)).abs()
-    bias = -slopes.reshape(-1, slopes.shape[-1], 1, 1) * distance
-    merged, _ = merge_mask_and_bias(mask, bias, False, queries, keys)
-    assert merged is not None
-    return merged
-
-
 def _arrange_packed(fused: FusedCall) -> Layout:
     cu_q, cu_k = fused.cu_q, fused.cu_k
     assert cu_q is not None
@@ -141,15 +128,12 @@ def _arrange_packed(fused: FusedCall) -> Layout:
     has_same_documents = tokens == keys and (cu_q is cu_k or bool(cu_q.equal(cu_k)))
     longest = int(lengths.max()) if len(lengths) else 0
     fits = len(lengths) * longest <= MAX_PADDING * tokens or tokens * keys > MAX_DENSE
-    if has_same_documents and (fits or fused.slopes is not None):
+    if has_same_documents and fits:
         pad = Padding(cu_q, longest)
-        mask = None if fused.slopes is None else _add_slopes(None, fused.slopes, longest, longest)
         options: dict[str, Any] = dict(key_lengths=lengths)
         if fused.window != (None, None):
             options["window"] = fused.window
-        return Layout(pad.pad, pad.unpad, mask, fused.causal, options)
-    if fused.slopes is not None:
-        raise NotMeasured("it is packed with ALiBi slopes over a cache")
+        return Layout(pad.pad, pad.unpad, None, fused.causal, options)
     _refuse_long(tokens * keys)
     visible = document_mask(cu_q, cu_k, tokens, keys, fused.causal, fused.window)
     mask = visible.dense(tokens, keys)[None, None]

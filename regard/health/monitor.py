@@ -18,7 +18,6 @@ from regard.health.measurement.recorder import Layer, merge_uses
 from regard.health.readings.heads import SEES_NOTHING
 from regard.health.watching.alarms import Alarm, AlarmRules
 from regard.health.watching.hooks import Hook, runs_compiled
-from regard.health.watching.max_logit_recorder import MaxLogitRecorder
 from regard.health.watching.ranks import Ranks
 from regard.health.watching.sample import (
     AT,
@@ -31,7 +30,7 @@ from regard.health.watching.sample import (
     series_names,
 )
 from regard.health.watching.schedule import Schedule
-from regard.health.watching.timed_recorder import TimedRecorder
+from regard.health.watching.timed_recorder import MaxLogitRecorder, TimedRecorder
 from regard.health.watching.validation import check_model, check_options
 from regard.health.watching.writers import Several, Writer, make_writer
 

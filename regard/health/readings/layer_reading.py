@@ -8,11 +8,12 @@ so that batches, or ranks, may come in any order. Every sum but the histogram is
 is fetched at once. Curves are kept over bins of positions: one each for the first 16, then 8 to an octave.
 
 >>> import regard, torch
->>> from regard.health.readings.layer_reading import LayerReading
+>>> from regard.health.readings.layer_reading import LayerReading, spreads_of
 >>> q = k = v = torch.randn(1, 2, 16, 8)
 >>> _, stats = regard.attention(q, k, v, return_stats=True)
 >>> reading = LayerReading(heads=2).update(stats)
->>> bool((reading.spread("entropy", head=0).mean - stats.entropy[0, 0].mean()).abs() < 1e-6)
+>>> first_head, _ = spreads_of([reading])[0]
+>>> bool((first_head["entropy"].mean - stats.entropy[0, 0].mean()).abs() < 1e-6)
 True
 """
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from regard.health.readings import histogram
-from regard.health.readings.histogram import BINS, DERIVED, NAMES, ROW, Spread, Spreads
+from regard.health.readings.histogram import BINS, DERIVED, NAMES, ROW, Spreads
 
 COMPARED = 1024  # rows of a call that are compared, at least
 ADDED = ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls", "norms",
@@ -254,14 +255,6 @@ class LayerReading:
         reading = object.__new__(cls)
         reading.__dict__.update(heads=heads, flat=flat, histogram=histogram)
         return reading
-
-    def spread(self, name: str, head: int) -> Spread:
-        """Returns the spread of one statistic of one head."""
-        return self.spreads()[head][name]
-
-    def spreads(self) -> list[Spreads]:
-        """Returns every statistic's spread per head; of a reading on the CPU."""
-        return spreads_of([self])[0]
 
     def curves(self, head: int) -> dict[str, list[tuple[int, float]]]:
         """Returns [(position, mean)] of the statistics in CURVES, where any row was counted."""

@@ -1,4 +1,4 @@
-"""A recorder that measures its own cost and never makes a training step fail."""
+"""Recorders that measure their own cost and never make a training step fail: of all numbers, or the largest logit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import regard
 from regard.health.capture.call import Call
 from regard.health.capture.interception import running_frame, uncaptured
 from regard.health.findings import collapsed, dead, diffuse, dying_gradient, exploding_logits, scale_off
-from regard.health.findings._finding import HeadList, positional_heads
+from regard.health.findings._finding import LOGIT_LIMIT, HeadList, positional_heads
 from regard.health.measurement.norms import add_norms
 from regard.health.measurement.postponed import (
     MOST_BYTES,
@@ -217,6 +218,58 @@ class TimedRecorder(Recorder):
                         tables[index][head, AT[module.KIND]] = number
         for head in positional_heads(heads)[1]:
             tables[head.index][head.head, AT["positional"]] = 1.0
+
+
+class MaxLogitRecorder(TimedRecorder):
+    """Records the largest logit of every head in one pass over q and k; all uses of a module are one layer."""
+
+    def __init__(self, sequences: int | None = None) -> None:
+        super().__init__(sequences)
+        self.largest: dict[tuple[str, int], Tensor] = {}  # layer key -> [heads]
+
+    def _observe(self, call: Call, name: str, run_model: Callable[[], Tensor]) -> Tensor:
+        self.key = name, 0
+        layer = self.layers.setdefault(self.key, Layer(name, len(self.layers)))
+        output = run_model()
+        if call.obstacle is not None:
+            layer.mark_unmeasured(call.obstacle)
+            return output
+        small = call if self.sequences is None else call.first_sequences(self.sequences)
+        q, k, v = (x.detach() for x in (small.q, small.k, small.v))
+        layer.heads = q.shape[1]
+        if q.numel() and k.numel():
+            with torch.no_grad():
+                stats = regard.attention(q, k, v, **small.arguments, return_stats=("max_logit",))[1]
+            largest = stats.max_logit.amax((0, 2)).float()
+            known = self.largest.get(self.key, largest)
+            self.largest[self.key] = torch.maximum(known, largest)
+        return output
+
+    def _can_wait(self, call: Call, name: str) -> bool:
+        return False
+
+    def _copy_to_host(self, copies: HostCopies) -> None:
+        for key, largest in self.largest.items():
+            copies.add(largest, partial(setitem, self.largest, key))
+
+    def finish_batch(self) -> bool:
+        """Reads the largest logits."""
+        self._copies.finish()
+        for key, largest in self.largest.items():
+            self.layers[key].not_finite = (largest.isnan() | largest.isposinf()).nonzero()[:, 0].tolist()
+        return False
+
+    def has_measured(self, layer: Layer) -> bool:
+        return (layer.name, 0) in self.largest
+
+    def fill(self, layer: Layer, table: Tensor) -> None:
+        largest = self.largest[layer.name, 0].double()
+        table[:, AT["rows"]] = (largest > -torch.inf).double()
+        table[:, AT["max_logit"]] = largest
+        table[:, AT["exploding logits"]] = torch.where(largest > LOGIT_LIMIT, largest, torch.nan)
+
+    def mark_flags(self, layers: list[Layer], tables: dict[int, Tensor]) -> None:
+        """Does nothing: the only flag is set in `fill`."""
 
 
 class Moment(NamedTuple):

@@ -368,7 +368,9 @@ class Monitor:
         self._schedule.look_closer(step, self._rules.is_suspicious)
         self._alarms += new
         if self._ranks.is_first():
-            scalars = scalars_of(layers, self._names) if self.metrics is None else _max_logits(layers, self._names)
+            scalars = scalars_of(layers, self._names)
+            if self.metrics is not None:
+                scalars = {name: value for name, value in scalars.items() if name.endswith("max_logit")}
             serious = sum(alarm.severity != "note" for alarm in self._alarms)
             self._log(step, scalars | {"attention/alarms": serious}, self._select(rows, flags), new)
             for alarm in new:
@@ -411,8 +413,3 @@ def _read_last_samples() -> None:
     """Reads what a loop that ended without `close` has left: the step before a crash is the one to know about."""
     for monitor in list(_watching):
         monitor._read_sample()
-
-
-def _max_logits(layers: Sequence[LayerSample], names: dict[str, str]) -> dict[str, float]:
-    scalars = scalars_of(layers, names)
-    return {name: value for name, value in scalars.items() if name.endswith("max_logit")}

@@ -50,7 +50,7 @@ class FusedCall:
     returns_more: bool = False  # may it return a tuple?
 
 
-def capture(fused: FusedCall, module: nn.Module | None = None) -> Any:
+def capture_fused(fused: FusedCall, module: nn.Module | None = None) -> Any:
     """Routes the call, and returns what the function would return; `module` is the running one unless given."""
     module = running_module() if module is None else module
     if module is None or not interceptions_of(module):

@@ -1,4 +1,4 @@
-"""Captures flash-attention (2, 3, `flash_attn.cute`), `varlen_attn` and `flex_attention`, however a model imported them.
+"""Captures flash-attention (2, 3, `flash_attn.cute`), `varlen_attn` and `flex_attention`, however they are imported.
 
 A model holds a reference to the function, so replacing a module's attribute would miss it. While calls are captured
 the function's code object is replaced by one that passes its arguments, by name, to a capture function; the original
@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from regard.health.capture.flex_calls import capture_flex
-from regard.health.capture.fused_call import FusedCall, Sides, capture
+from regard.health.capture.fused_call import FusedCall, Sides, capture_fused
 
 Capture = Callable[[Callable, dict[str, Any]], Any]
 FLASH = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func", "flash_attn_varlen_func",
@@ -44,7 +44,7 @@ def capture_flash(original: Callable, given: dict[str, Any]) -> Any:
 
     q, k, v = _unstack(given)
     sink, cu_q = given.get("learnable_sink"), given.get("cu_seqlens_q", given.get("cu_seqlens"))
-    return capture(
+    return capture_fused(
         FusedCall(
             kind=original.__name__, run=run, q=q, k=k, v=v, scale=given.get("softmax_scale"),
             causal=bool(given.get("causal")), window=_sides(given.get("window_size")), softcap=given.get("softcap"),
@@ -59,7 +59,7 @@ def capture_flash(original: Callable, given: dict[str, Any]) -> Any:
 def capture_varlen(original: Callable, given: dict[str, Any]) -> Any:
     """Captures torch.nn.attention.varlen.varlen_attn, whose window (-1, 0) is causal order."""
     left, right = _sides(given.get("window_size"))
-    return capture(
+    return capture_fused(
         FusedCall(
             kind="varlen_attn", run=lambda dropout: original(**given), q=given["query"], k=given["key"],
             v=given["value"], scale=given.get("scale"), causal=bool(given.get("is_causal")) or right == 0,

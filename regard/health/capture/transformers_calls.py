@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 from regard.health.capture.call import Call, causal_rows, clean_mask, derive, merge_mask_and_bias, select_rows
 from regard.health.capture.documents import documents_of_positions
 from regard.health.capture.flex_calls import mask_of_block
-from regard.health.capture.fused_call import FusedCall, capture
+from regard.health.capture.fused_call import FusedCall, capture_fused
 from regard.health.capture.interception import SDPA, STATE, interceptions_of, route
 
 _ORIGINALS: dict[str, object] = {}
@@ -95,17 +95,17 @@ def _capture_flash(own, module, query, key, value, mask, kwargs) -> Tensor:
             fused.obstacle = f"its mask has {mask.ndim} dims, where flash-attention takes two"
         else:
             fused.mask = (mask[:, :keys] != 0)[:, None, None]
-        return capture(fused, module)
+        return capture_fused(fused, module)
     cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if cu_q is None or cu_k is None:
         packed = query.shape[2] == key.shape[2]
         cu_q = cu_k = documents_of_positions(kwargs.get("position_ids")) if packed else None
     if cu_q is None:
-        return capture(fused, module)
+        return capture_fused(fused, module)
     fused.q, fused.k, fused.v = (x.flatten(0, 1) for x in (q, k, v))
     fused.cu_q, fused.cu_k = cu_q.to(q.device), cu_k.to(q.device)
     fused.run = lambda dropout: run(dropout).flatten(0, 1)
-    return capture(fused, module).unflatten(0, (query.shape[0], query.shape[2]))
+    return capture_fused(fused, module).unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def _is_ours(own: Callable) -> bool:

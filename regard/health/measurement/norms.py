@@ -5,13 +5,14 @@ from __future__ import annotations
 import numbers
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import Call
+from regard.health.measurement.side_stream import HostCopies
 from regard.health.readings.layer_reading import LayerReading, parts_of
 from regard.nn.projections import output_weight
 from regard.scores import resolve_scale
@@ -198,7 +199,7 @@ class OutputColumns:
                 self._columns[layer.name] = self._largest(layer)
 
     def find_unused_heads(self, layers: Sequence[Layer]) -> None:
-        """Stores in each layer the heads whose columns are 0.
+        """Stores in each layer the heads whose columns are 0, with one wait for all of them.
 
         Modules that are called several times are left out: differential attention mixes the columns of two calls.
         """
@@ -206,9 +207,11 @@ class OutputColumns:
         once = [layer for layer in layers if layer.reading is not None and calls[layer.name] == 1]
         self.compute(once)
         known = [(layer, columns) for layer in once if (columns := self._columns[layer.name]) is not None]
+        copies = HostCopies()
         for layer, columns in known:
-            largest = columns.cpu().view(layer.heads, -1).amax(1)
-            layer.unused_heads = (largest <= NOTHING * largest.amax()).nonzero().flatten().tolist()
+            copies.add(columns, partial(_mark_unused, layer))
+        copies.start()
+        copies.finish()
 
     def _largest(self, layer: Layer) -> Tensor | None:
         """Returns the largest entry of each column, [H·E]; None if the projection is not found or has another width."""
@@ -218,3 +221,8 @@ class OutputColumns:
         if weight is None or weight.is_meta or weight.shape[1] != layer.heads * layer.value_dim:
             return None
         return torch.linalg.vector_norm(weight.detach(), torch.inf, dim=0)
+
+
+def _mark_unused(layer: Layer, columns: Tensor) -> None:
+    largest = columns.view(layer.heads, -1).amax(1)
+    layer.unused_heads = (largest <= NOTHING * largest.amax()).nonzero().flatten().tolist()

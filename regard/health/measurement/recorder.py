@@ -53,6 +53,13 @@ class BatchReading:
     def add_values(self, values: Tensor) -> None:
         self.values = values if self.values is None else torch.maximum(self.values, values)
 
+    def add(self, other: BatchReading) -> None:
+        """Adds what other calls of the layer were measured to have, by reading, difference and values."""
+        self.reading = self.reading.merge(other.reading)
+        if other.difference is not None and other.values is not None:
+            self.add_difference(other.difference)
+            self.add_values(other.values)
+
 
 @dataclass
 class UnreadCall:

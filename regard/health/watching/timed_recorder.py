@@ -20,7 +20,6 @@ from regard.health.measurement.norms import add_norms
 from regard.health.measurement.postponed import (
     MOST_BYTES,
     PostponedCall,
-    Together,
     can_wait,
     copy_first,
     measure_together,
@@ -50,8 +49,7 @@ class TimedRecorder(Recorder):
         self._is_on_gpu = False
         self._postponed: list[PostponedCall] = []
         self._bytes = 0  # of their copies
-        self._limits: dict[tuple[str, int], float] = {}  # of their differences
-        self._together: list[Together] = []
+        self._measured: list[tuple[tuple[str, int], BatchReading]] = []  # of postponed calls, by the layer's key
         self._copies = HostCopies()
 
     @property
@@ -114,15 +112,13 @@ class TimedRecorder(Recorder):
         if layer.reason is not None:
             return run_model()
         batch, heads, queries, _ = call.q.shape
-        if key in self._limits and layer.heads != heads:
-            return self._mark_unmeasured(key, HEADS_CHANGE, run_model)
         sequences = min(batch, self.sequences or batch)
-        self._limits[key] = self._describe(layer, call)
+        limit = self._describe(layer, call)
         self.rows.keep_all(sequences, queries)
         self._gated = running_frame(), (sequences, heads, queries, call.v.shape[3]), None
         small, output = copy_first(call, sequences), run_model()
         own = output.detach()[:sequences].clone()
-        self._postponed.append(PostponedCall(key, small, own, record_event(own.device)))
+        self._postponed.append(PostponedCall(key, small, own, record_event(own.device), limit))
         self._bytes += self._postponed[-1].bytes
         if self._bytes > MOST_BYTES:
             self._measure_postponed()
@@ -138,7 +134,9 @@ class TimedRecorder(Recorder):
             with torch.no_grad(), uncaptured(), self._side(device, calls, after=calls[-1].copied):
                 before = Moment.on(device)
                 try:
-                    self._together.append(measure_together(calls, self._measure))
+                    self._measured += zip(
+                        (one.key for one in calls), measure_together(calls, self._measure), strict=True
+                    )
                 except Exception as error:
                     for one in calls:
                         self._note_failure(one.key, error)
@@ -163,9 +161,7 @@ class TimedRecorder(Recorder):
 
     def _copy_to_host(self, copies: HostCopies) -> None:
         """Adds all tensors that this recorder has on a device."""
-        for one in self._together:
-            copies.add_attributes(one, *one.FETCHED)
-        for batch in self._batch.values():
+        for batch in (*self._batch.values(), *(batch for _, batch in self._measured)):
             batch.reading = LayerReading.from_sums(batch.reading.heads, batch.reading.flat, batch.reading.histogram)
             copies.add_attributes(batch.reading, "flat", "histogram")
             copies.add_attributes(batch, "difference", "empty_rows", "values")
@@ -178,24 +174,14 @@ class TimedRecorder(Recorder):
     def finish_batch(self) -> bool:
         """Reads the numbers of the forward, and keeps those of layers that passed the fidelity check."""
         self._copies.finish()
-        for one in self._together:
-            for at, key in enumerate(one.keys):
-                if self.layers[key].reason is None:
-                    self._add_measured(key, one, at)
-        self._together = []
+        for key, batch in self._measured:
+            known = self._batch.setdefault(key, batch)
+            if known.reading.heads != batch.reading.heads:
+                self.layers[key].mark_unmeasured(HEADS_CHANGE)
+            elif known is not batch:
+                known.add(batch)
+        self._measured = []
         return super().finish_batch()
-
-    def _add_measured(self, key: tuple[str, int], one: Together, at: int) -> None:
-        """Adds a postponed call to the readings of its layer."""
-        batch = BatchReading(one.reading(at), self._limits[key], one.differences[at], values=one.values[:, at])
-        known = self._batch.setdefault(key, batch)
-        if known is not batch and known.reading.heads != batch.reading.heads:
-            self.layers[key].mark_unmeasured(HEADS_CHANGE)
-            return
-        if known is not batch:
-            known.reading = known.reading.merge(batch.reading)
-            known.add_difference(one.differences[at])
-            known.add_values(one.values[:, at])
 
     def fill(self, layer: Layer, table: Tensor) -> None:
         """Writes the numbers of a measured layer into its table."""

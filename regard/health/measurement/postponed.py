@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.measurement import norms
-from regard.health.measurement.direct_call import PackedStatistics, has_equal_batches, is_plain
+from regard.health.measurement.direct_call import has_equal_batches, is_plain, stack_statistics
 from regard.health.measurement.recorder import BatchReading
 from regard.health.readings.layer_reading import LayerReading, empty_sums, parts_of
 from regard.scores import resolve_scale
@@ -108,8 +108,7 @@ def _add_on_gpu(
     from regard.health.measurement import gpu_norms, gpu_reading
 
     layers, heads = len(flat), call.q.shape[1]
-    packed = stats.packed if isinstance(stats, PackedStatistics) else torch.stack([stats[name] for name in NAMES])
-    gpu_reading.update_layers(flat, histogram, packed, None, 0)
+    gpu_reading.update_layers(flat, histogram, stack_statistics(stats), None, 0)
     parts, scale = parts_of(heads), float(resolve_scale(call.options.get("scale"), call.q.shape[-1]))
     gpu_norms.add_predicted_variance(
         flat, parts["predicted"][0], parts["calls"][0], call.q, call.k, None, norms.strides_of(call), False, scale

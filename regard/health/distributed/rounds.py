@@ -184,7 +184,8 @@ class Rounds:
                 content = torch.load(path, weights_only=True)
         except Exception:
             content = None
-        if not isinstance(content, dict) or not {"what", "done", "data", "layers"} <= content.keys():
+        is_whole = isinstance(content, dict) and {"what", "done", "data", "layers"} <= content.keys()
+        if not is_whole or not all(isinstance(layer, Layer) for layer in content["layers"]):
             raise SnapshotError(f"snapshot {str(path)!r} is not one of regard's, or is damaged; remove it")
         if content["what"] != self.what:
             named = ", ".join(key for key, value in self.what.items() if content["what"].get(key) != value)

@@ -8,14 +8,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from regard.health.capture.interception import ForwardInterceptions, Interception, as_written, close_scope, open_scope
+from regard.health.capture.interception import ForwardInterceptions, as_written
 from regard.health.measurement.recorder import Layer, merge_uses
 from regard.health.readings.heads import SEES_NOTHING
 from regard.health.watching.alarms import Alarm, AlarmRules
@@ -51,8 +50,6 @@ class Sample:
 
     step: int
     recorder: TimedRecorder
-    interception: Interception
-    context: AbstractContextManager
     seconds: float
 
 
@@ -265,10 +262,8 @@ class Monitor:
             return
         make = TimedRecorder if self.metrics is None else MaxLogitRecorder
         recorder = make(sequences=self.sequences)
-        interception = self._interceptions.make(module, recorder)
-        context = interception.in_forward()
-        open_scope(context)
-        self._running = Sample(step, recorder, interception, context, time.perf_counter() - now)
+        self._interceptions.open(module, recorder)
+        self._running = Sample(step, recorder, time.perf_counter() - now)
 
     def _is_within_budget(self, step: int, elapsed: float) -> bool:
         """True if a sample may be taken; over ranks a function of the step, so that all take the same ones."""
@@ -289,20 +284,17 @@ class Monitor:
 
     def _end_sample(self) -> None:
         """Close a sample whose forward was aborted by KeyboardInterrupt; torch runs no hooks then."""
-        if self._running is not None:
-            close_scope(self._running.context)
-            self._running = None
+        self._interceptions.close(succeeded=False)
+        self._running = None
 
     def _after(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         if module is not self.model:
             return
         finished, sample, self._running = time.perf_counter(), self._running, None
-        if sample is None:
+        has_raised = output is None and sys.exc_info()[1] is not None
+        self._interceptions.close(succeeded=not has_raised)
+        if sample is None or has_raised:
             return
-        close_scope(sample.context)
-        if output is None and sys.exc_info()[1] is not None:  # the forward raised: not a sample
-            return
-        self._interceptions.learn(sample.interception)
         sample.seconds += time.perf_counter() - finished
         sample.recorder.end_forward()
         self._finished = sample

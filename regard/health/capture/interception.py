@@ -67,11 +67,8 @@ def open_scope(context: contextlib.AbstractContextManager, owner: Any = None) ->
     STATE.scopes.append((context, depth, owner))
 
 
-def close_scope(context: contextlib.AbstractContextManager | None) -> None:
-    """Leaves a context if it is open, and all that were entered after it.
-
-    Ctrl-C ends a forward without any hook: whoever opened the scope closes it at its next forward.
-    """
+def close_scope(context: contextlib.AbstractContextManager) -> None:
+    """Leaves a context if it is open, and all that were entered after it."""
     at = next((at for at, scope in enumerate(STATE.scopes) if scope[0] is context), None)
     while at is not None and len(STATE.scopes) > at:
         STATE.scopes.pop()[0].__exit__(None, None, None)
@@ -209,7 +206,7 @@ class Interception:
 
 
 class ForwardInterceptions:
-    """Makes interceptions of single forwards that follow torch's functions only where that has found attention.
+    """Intercepts single forwards of a model, and follows torch's functions only where that has found attention.
 
     Following them takes a Python call per torch function. It is done in the first forward and in every `EVERY`-th, and
     in all if the last one that did met a function that may be attention, or no attention at all (layer drop).
@@ -219,16 +216,28 @@ class ForwardInterceptions:
 
     def __init__(self) -> None:
         self._made, self._is_needed = 0, True
+        self._open: tuple[Interception, contextlib.AbstractContextManager] | None = None
 
-    def make(self, model: nn.Module, observe: Callable) -> Interception:
-        """Returns the interception of the forward that begins now."""
+    def open(self, model: nn.Module, observe: Callable) -> None:
+        """Intercepts the forward that begins now; called in the model's pre-hook."""
+        self.close(succeeded=False)
         follows = self._is_needed or self._made % self.EVERY == 0
         self._made += 1
-        return Interception(model, observe=observe, follows_functions=follows)
+        interception = Interception(model, observe=observe, follows_functions=follows)
+        context = interception.in_forward()
+        open_scope(context)
+        self._open = interception, context
 
-    def learn(self, interception: Interception) -> None:
-        """Notes what a forward met that has ended as it should."""
-        if interception.follows_functions:
+    def close(self, succeeded: bool) -> None:
+        """Ends the interception that is open, if any, and learns from a forward that succeeded.
+
+        A forward that Ctrl-C ends calls no hook: the next one closes it.
+        """
+        if self._open is None:
+            return
+        (interception, context), self._open = self._open, None
+        close_scope(context)
+        if succeeded and interception.follows_functions:
             self._is_needed = interception.saw_functions or not interception.routed
 
 

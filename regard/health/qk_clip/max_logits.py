@@ -5,7 +5,6 @@ Ranks may run other layers (layer drop), in another order.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import weakref
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from regard._core.attention import attention
 from regard.health.capture.call import UNDER_VMAP, Call
-from regard.health.capture.interception import ForwardInterceptions, Interception, as_written, close_scope, open_scope
+from regard.health.capture.interception import ForwardInterceptions, as_written
 from regard.health.measurement.side_stream import HostCopies
 from regard.nn import MultiheadAttention
 from regard.nn.projections import bounded_scores_reason
@@ -36,9 +35,7 @@ class MaxLogits:
         self.forwards = 0
         self._ranks = RankReduction()
         self._version: int | None = None  # of the weights, at the end of the last `qk_clip`
-        self._scope: contextlib.AbstractContextManager | None = None
         self._interceptions = ForwardInterceptions()
-        self._interception: Interception | None = None  # of the forward that runs
         self.regard_modules = {
             name: weakref.ref(module)
             for name, module in as_written(model).named_modules()
@@ -55,7 +52,7 @@ class MaxLogits:
 
     def close(self) -> None:
         """Removes the hooks."""
-        close_scope(self._scope)
+        self._interceptions.close(succeeded=False)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -76,7 +73,7 @@ class MaxLogits:
 
     def read_modules(self) -> None:
         """Adds the training calls that `regard.nn` modules remember and that were not observed."""
-        close_scope(self._scope)  # of a forward that Ctrl-C ended
+        self._interceptions.close(succeeded=False)  # of a forward that Ctrl-C ended
         self._ask_modules(True)
         for name, module in self.regard_modules.items():
             for thread in list(getattr(module(), "_last", ())):
@@ -163,19 +160,14 @@ class MaxLogits:
     def _begin_forward(self, module: nn.Module, inputs: tuple) -> None:
         if torch.compiler.is_compiling() or not self._hooks:
             return
-        close_scope(self._scope)  # of a forward that Ctrl-C ended
+        self._interceptions.close(succeeded=False)
         if module.training and torch.is_grad_enabled():
             self.forwards += 1
-            interception = self._interception = self._interceptions.make(module, self)
-            self._scope = interception.in_forward()
-            open_scope(self._scope)
+            self._interceptions.open(module, self)
 
     def _end_forward(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         if self._hooks and not torch.compiler.is_compiling():
-            close_scope(self._scope)
-            if self._interception is not None and output is not None:
-                self._interceptions.learn(self._interception)
-            self._scope = self._interception = None
+            self._interceptions.close(succeeded=output is not None)
 
 
 class RankReduction:

@@ -64,12 +64,6 @@ def name_arguments(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, 
     return (), {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def checksum(x: Tensor) -> int:
-    """Returns a checksum of integers, the same on every device."""
-    flat = x.long().flatten()
-    return int((flat * (torch.arange(flat.numel(), device=flat.device) * 2654435761 + 1)).sum())
-
-
 def check_inputs(kwargs: dict, sharded: tuple[str, ...]) -> None:
     """Raises ValueError for inputs that cannot be sharded along the sequence."""
     for name in UNSUPPORTED_INPUTS:

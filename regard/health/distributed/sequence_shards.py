@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from regard.health.capture.call import Call
 from regard.health.distributed import checks
+from regard.health.distributed.rounds import checksum_batch
 from regard.parallel.group import RankGroup
 from regard.parallel.handshake import SKETCHED, compare_calls, sketch, sketches_match
 from regard.parallel.layout import shard, unshard
@@ -99,7 +100,7 @@ class ModelShards:
             for name, x in (*whole.items(), ("position_ids", positions)):
                 alike[f"the model with {name} of different shapes"] = tuple(x.shape)
                 if not x.is_floating_point():
-                    alike[f"the model with different {name}"] = checks.checksum(x)
+                    alike[f"the model with different {name}"] = checksum_batch(x)
             marks = sketch(whole["inputs_embeds"].flatten()[:SKETCHED]) if "inputs_embeds" in whole else []
         except Exception as error:
             failure = error

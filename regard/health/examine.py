@@ -115,8 +115,7 @@ def examine(
     recorder = Recorder(changes, backend)
     rounds = None
     if group is not None or snapshot is not None:
-        from regard.health.distributed.checksums import checksum_weights
-        from regard.health.distributed.rounds import Rounds
+        from regard.health.distributed.rounds import Rounds, checksum_weights
 
         what = dict(model=_title(model), what_if=[change.name for change in changes], weights=checksum_weights(model))
         what["bins"] = repr(LAYOUT)

@@ -8,22 +8,21 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from regard.health.capture.interception import ForwardInterceptions, as_written, close_scope, open_scope
+from regard.health.capture.interception import ForwardInterceptions, as_written
 from regard.health.measurement.recorder import Layer, merge_uses
 from regard.health.readings.heads import SEES_NOTHING
 from regard.health.watching.alarms import Alarm, AlarmRules
 from regard.health.watching.hooks import Hook, runs_compiled
-from regard.health.watching.max_logit_recorder import MaxLogitRecorder
 from regard.health.watching.ranks import Ranks
 from regard.health.watching.sample import (
     AT,
     LayerKey,
-    LayerSample,
     empty_table,
     flags_of,
     head_rows,
@@ -31,7 +30,7 @@ from regard.health.watching.sample import (
     series_names,
 )
 from regard.health.watching.schedule import Schedule
-from regard.health.watching.timed_recorder import TimedRecorder
+from regard.health.watching.timed_recorder import MaxLogitRecorder, TimedRecorder
 from regard.health.watching.validation import check_model, check_options
 from regard.health.watching.writers import Several, Writer, make_writer
 
@@ -43,6 +42,15 @@ IN_TROUBLE = 8  # heads whose own numbers are logged because a finding has them
 
 class AttentionWarning(UserWarning):
     """Warns that a head is unhealthy or about to be, or that something is not watched."""
+
+
+@dataclass
+class Sample:
+    """A step that is measured: its number, what records its calls, and the seconds that opening and closing it took."""
+
+    step: int
+    recorder: TimedRecorder
+    seconds: float
 
 
 class Monitor:
@@ -132,9 +140,9 @@ class Monitor:
         self._sampled_step: int | None = None
         self._first_step_within_budget = 1  # the same on every rank
         self._pending: tuple[int, dict[LayerKey, Tensor]] | None = None  # a sample that waits for `end_step`
-        self._sample: tuple | None = None  # the open one
+        self._running: Sample | None = None  # whose forward runs
+        self._finished: Sample | None = None  # whose forward is over, and whose numbers were not read
         self._interceptions = ForwardInterceptions()
-        self._unread: tuple[TimedRecorder, int, float] | None = None  # a sample whose forward is over
         self._warned: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self.watch()
@@ -254,10 +262,8 @@ class Monitor:
             return
         make = TimedRecorder if self.metrics is None else MaxLogitRecorder
         recorder = make(sequences=self.sequences)
-        interception = self._interceptions.make(module, recorder)
-        context = interception.in_forward()
-        open_scope(context)
-        self._sample = recorder, interception, context, step, time.perf_counter() - now
+        self._interceptions.open(module, recorder)
+        self._running = Sample(step, recorder, time.perf_counter() - now)
 
     def _is_within_budget(self, step: int, elapsed: float) -> bool:
         """True if a sample may be taken; over ranks a function of the step, so that all take the same ones."""
@@ -278,26 +284,21 @@ class Monitor:
 
     def _end_sample(self) -> None:
         """Close a sample whose forward was aborted by KeyboardInterrupt; torch runs no hooks then."""
-        if self._sample is not None:
-            close_scope(self._sample[2])
-            self._sample = None
+        self._interceptions.close(succeeded=False)
+        self._running = None
 
     def _after(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         if module is not self.model:
             return
-        finished, sample, self._sample = time.perf_counter(), self._sample, None
-        if sample is not None:
-            close_scope(sample[2])
-        if sample is None:
+        finished, sample, self._running = time.perf_counter(), self._running, None
+        has_raised = output is None and sys.exc_info()[1] is not None
+        self._interceptions.close(succeeded=not has_raised)
+        if sample is None or has_raised:
             return
-        recorder, interception, _, step, opening = sample
-        if output is None and sys.exc_info()[1] is not None:  # the forward raised: not a sample
-            return
-        self._interceptions.learn(interception)
-        closing = time.perf_counter() - finished
-        recorder.end_forward()
-        self._unread = recorder, step, opening + closing
-        if self._ranks.is_distributed() or not recorder.is_on_gpu:
+        sample.seconds += time.perf_counter() - finished
+        sample.recorder.end_forward()
+        self._finished = sample
+        if self._ranks.is_distributed() or not sample.recorder.is_on_gpu:
             self._read_sample()
 
     def _read_sample(self) -> None:
@@ -306,20 +307,20 @@ class Monitor:
         A GPU is still at work when its forward returns. Alone, a process reads the sample before the next forward or
         when it is asked for it, so as not to wait; over ranks at once, because all of them have to.
         """
-        if self._unread is None:
+        if self._finished is None:
             return
-        (recorder, step, opening), self._unread = self._unread, None
+        sample, self._finished = self._finished, None
         began = time.perf_counter()
-        recorder.finish_batch()
-        tables = self._make_tables(recorder)
+        sample.recorder.finish_batch()
+        tables = self._make_tables(sample.recorder)
         try:
             if self._ranks.pipeline_group is None:
-                self._finish(step, tables)
+                self._finish(sample.step, tables)
             else:
-                self._pending = step, tables
+                self._pending = sample.step, tables
         finally:  # `on_alarm` may raise
             if self._samples:  # the first one compiles kernels, which does not count
-                self._spent += recorder.count_seconds() + time.perf_counter() - began + opening
+                self._spent += sample.recorder.count_seconds() + time.perf_counter() - began + sample.seconds
             self._samples += 1
 
     def _make_tables(self, recorder: TimedRecorder) -> dict[LayerKey, Tensor]:
@@ -369,7 +370,9 @@ class Monitor:
         self._schedule.look_closer(step, self._rules.is_suspicious)
         self._alarms += new
         if self._ranks.is_first():
-            scalars = scalars_of(layers, self._names) if self.metrics is None else _max_logits(layers, self._names)
+            scalars = scalars_of(layers, self._names)
+            if self.metrics is not None:
+                scalars = {name: value for name, value in scalars.items() if name.endswith("max_logit")}
             serious = sum(alarm.severity != "note" for alarm in self._alarms)
             self._log(step, scalars | {"attention/alarms": serious}, self._select(rows, flags), new)
             for alarm in new:
@@ -412,8 +415,3 @@ def _read_last_samples() -> None:
     """Reads what a loop that ended without `close` has left: the step before a crash is the one to know about."""
     for monitor in list(_watching):
         monitor._read_sample()
-
-
-def _max_logits(layers: Sequence[LayerSample], names: dict[str, str]) -> dict[str, float]:
-    scalars = scalars_of(layers, names)
-    return {name: value for name, value in scalars.items() if name.endswith("max_logit")}

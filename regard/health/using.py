@@ -176,7 +176,7 @@ class using:
                     "(in transformers: output_attentions=False)"
                 )
             changed = self._shards.shard_call(changed)
-        return replace(changed, own=lambda rows: _select_rows(replace(changed, dropout=0.0, weights=None).run(), rows))
+        return replace(changed, own=lambda _: replace(changed, dropout=0.0, weights=None).run())
 
     def _gate_logits(self, call: Call) -> Tensor:
         """The logits [B, H, M, 1 or E] of the module's gate, whose linear layer is made on its first call."""
@@ -205,7 +205,3 @@ def changes_of(model: nn.Module) -> list[dict[str, Any]]:
     """The options of every active `using` that covers `model`, as plain values, the first applied first."""
     owners = [getattr(one.swap, "__self__", None) for one in ACTIVE if id(model) in one.names]
     return [owner.describe() for owner in owners if isinstance(owner, using)]
-
-
-def _select_rows(output: Tensor, rows: Tensor | None) -> Tensor:
-    return output if rows is None else output.index_select(2, rows)

@@ -14,7 +14,7 @@ from parallel_subject import subject
 from rank_processes import free_port
 
 import regard
-from regard.health.distributed.checksums import checksum_batch, checksum_weights
+from regard.health.distributed.rounds import checksum_batch, checksum_weights
 
 TESTS = Path(__file__).parents[1] / "support"
 COMMAND = [sys.executable, "-m", "regard", "examine", "parallel_subject:subject"]

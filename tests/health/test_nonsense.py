@@ -13,7 +13,7 @@ from torch import nn
 import regard
 from regard.cli import main
 from regard.health.readings.heads import HeadReading
-from regard.health.readings.layer_reading import LayerReading
+from regard.health.readings.layer_reading import LayerReading, spreads_of
 from regard.health.report import files, terminal
 from regard.health.report.page import report_page as page
 from regard.health.report.page.document import pack
@@ -268,7 +268,7 @@ def test_many_heads_with_what_ifs_make_a_small_page(monkeypatch):
         for index in range(layers):
             other = copy.copy(first)  # the histogram shared, the sums its own
             other.flat = first.flat * (1.0 + 0.1 * torch.rand_like(first.flat))
-            for head, spreads in enumerate(other.spreads()):
+            for head, spreads in enumerate(spreads_of([other])[0]):
                 yield HeadReading(f"layers.{index}.attention", index, head, spreads, other)
 
     measured = replace(examined(rows=4), unmeasured=[(f"layer {index}", "reason " * 40) for index in range(9999)])

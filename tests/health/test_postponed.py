@@ -102,7 +102,7 @@ def test_only_copies_of_the_measured_sequences_are_held():
     x = torch.randn(64, 2, 9, 8)
     call = Call(None, x, x, x, own=lambda rows: x, kind="sdpa", causal=True)
     small = copy_first(call, sequences=1)
-    assert PostponedCall(("", 0), small, x[:1], None).bytes == 4 * 2 * 9 * 8 * 4
+    assert PostponedCall(("", 0), small, x[:1], None, 0.1).bytes == 4 * 2 * 9 * 8 * 4
     for y in (small.q, small.k, small.v):
         assert y.untyped_storage().nbytes() == 2 * 9 * 8 * 4
     with pytest.raises(RuntimeError, match="does not keep the model's own function"):
@@ -139,7 +139,7 @@ def test_on_a_gpu_layers_read_as_one_by_one():
     for at in range(2):
         q, k, v = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
         own = SDPA(q, k, v, is_causal=True, enable_gqa=True) + 0.01 * torch.randn(1, 4, 20, 8)
-        calls.append(PostponedCall((str(at), 0), Call(None, q, k, v, None, "sdpa", causal=True), own, None))
+        calls.append(PostponedCall((str(at), 0), Call(None, q, k, v, None, "sdpa", causal=True), own, None, 0.1))
 
     def measure(call):
         return regard.attention(call.q, call.k, call.v, **call.arguments, return_stats=True)
@@ -148,10 +148,10 @@ def test_on_a_gpu_layers_read_as_one_by_one():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(postponed, "_add_layer_by_layer", postponed._add_on_gpu)
         found = measure_together(calls, measure)
-    torch.testing.assert_close(found.differences, expected.differences, rtol=1e-4, atol=0.0)
-    for at in range(2):
-        same_reading(found.reading(at), expected.reading(at))
-        torch.testing.assert_close(found.reading(at).predicted, expected.reading(at).predicted, rtol=1e-5, atol=0.0)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.difference, other.difference, rtol=1e-4, atol=0.0)
+        same_reading(one.reading, other.reading)
+        torch.testing.assert_close(one.reading.predicted, other.reading.predicted, rtol=1e-5, atol=0.0)
 
 
 def test_layers_that_cannot_be_measured_are_named(monkeypatch):

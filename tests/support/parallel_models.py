@@ -204,7 +204,7 @@ def clipped_where_layers_are_dropped(rank: int, world: int) -> None:
 
 
 def clipped_where_all_layers_are_dropped(rank: int, world: int) -> None:
-    """A rank that ran no attention waits for no error of its own; what none ran is told to all, at the next call."""
+    """A rank that ran no attention raises no error of its own, unless no rank has ever run any."""
     torch.manual_seed(0)
     model = Dropped()
     x = torch.randn(2, 5, 8)
@@ -213,9 +213,7 @@ def clipped_where_all_layers_are_dropped(rank: int, world: int) -> None:
         model(x, others if rank else first)
         regard.qk_clip(model, 1.0)
     model(x, "b")
-    with pytest.raises(ValueError, match="before the last call for this model, no rank saw an attention call"):
-        regard.qk_clip(model, 1.0)
-    assert regard.qk_clip(model, 1.0).max_logit["layers.b"][0] > -math.inf  # what was seen still counts
+    assert regard.qk_clip(model, 1.0).max_logit["layers.b"][0] > -math.inf
     regard.qk_clip.stop(model)
     regard.qk_clip(model, 1.0)
     model(x, "")
@@ -263,7 +261,7 @@ def in_a_model(rank: int, world: int) -> None:
             whole = model(input_ids=ids)[0]
         with regard.using(model, normalizer="entmax15", context_parallel=mesh):
             assert torch.allclose(model(input_ids=ids)[0], whole, atol=1e-5)
-    with regard.using(llama, context_parallel=mesh), pytest.raises(ValueError, match="labels stay outside"):
+    with regard.using(llama, context_parallel=mesh), pytest.raises(ValueError, match="labels does not go with"):
         llama(input_ids=ids, labels=ids)
     refused_models(mesh, small, ids, llama)
     learned = list(llama.parameters())
@@ -361,7 +359,7 @@ def refused_inputs(mesh, small: dict, ids: torch.Tensor, llama) -> None:
     mobile = t.MobileBertConfig(embedding_size=16, intra_bottleneck_size=16, num_feedforward_networks=1, **small)
     for model, error in (
         (t.BartForCausalLM(bart), "BartForCausalLM takes no position_ids"),
-        (t.MobileBertModel(mobile, add_pooling_layer=False), "trigram_input joins the embeddings of neighbours"),
+        (t.MobileBertModel(mobile, add_pooling_layer=False), "trigram_input makes a token depend on others"),
     ):
         with pytest.raises(ValueError, match=error):
             regard.using(model, context_parallel=mesh)

@@ -15,12 +15,12 @@ from regard.mask import Mask
 
 def document_mask(
     cu_q: Tensor, cu_k: Tensor, queries: int, keys: int, causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None), key_lengths: Tensor | None = None,
+    window: tuple[int | None, int | None] = (None, None),
 ) -> Mask:  # fmt: skip
     """Returns the mask of packed documents; tokens past the last end see nothing.
 
-    `key_lengths` says how many keys of each document are in use; None for all. `Mask.documents` serves queries and keys
-    of the same documents; this mask also serves caches, whose keys are more than the queries.
+    `Mask.documents` serves queries and keys of the same documents; this mask also serves caches, whose keys are more
+    than the queries.
 
     >>> from regard.health.capture.documents import document_mask
     >>> document_mask(torch.tensor([0, 1, 3]), torch.tensor([0, 2, 4]), 3, 4, causal=True).dense(3, 4).int()
@@ -29,7 +29,7 @@ def document_mask(
             [0, 0, 1, 1]], dtype=torch.int32)
     """
     cu_q, cu_k = cu_q.long(), cu_k.to(cu_q.device).long()
-    used = cu_k.diff() if key_lengths is None else key_lengths.to(cu_q.device).long()
+    used = cu_k.diff()
     token = torch.arange(queries, device=cu_q.device)
     document = torch.searchsorted(cu_q[1:].contiguous(), token, right=True)
     is_in_one = document < len(used)

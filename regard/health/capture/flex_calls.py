@@ -11,60 +11,46 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.health.capture.call import Call
-from regard.health.capture.fused_call import MAX_DENSE
-from regard.health.capture.interception import interceptions_of, route, route_to_observers, running_module, without_mode
+from regard.health.capture.fused_call import MAX_DENSE, first_of
+from regard.health.capture.interception import (
+    interceptions_of,
+    is_swapped,
+    route_result,
+    running_module,
+    without_mode,
+)
 
 
 def capture_flex(original: Callable, given: dict[str, Any]) -> Any:
     """Captures torch.nn.attention.flex_attention.flex_attention."""
-    module = running_module()
-    active = interceptions_of(module)
     if torch.compiler.is_compiling():
         return original(**given)
-    if module is None or not active:
-        return _run(original, given)
-    swapped = any(one.swap is not None for one in active)
-    results: list[Any] = []
-
-    def run_original() -> Tensor:
-        results.append(_run(original, given))
-        return results[0][0] if isinstance(results[0], tuple) else results[0]
-
-    def own(rows: Tensor | None) -> Tensor:
-        output = run_original()
-        return output if rows is None else output.index_select(2, rows)
-
-    q, k, v = given["query"], given["key"], given["value"]
+    module, run = running_module(), partial(_run, original, given)
+    if module is None or not interceptions_of(module):
+        return run()
+    q, k, v, score_mod, scale = (given[name] for name in ("query", "key", "value", "score_mod", "scale"))
     with without_mode():
-        entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-        changes_scores = given.get("score_mod") is not None
-        reason = None
-        if changes_scores and entries > MAX_DENSE:
-            reason = f"its score_mod would take {entries:,} scores; examine shorter sequences"
         call = Call(
-            module, q, k, v, own=own, kind="flex_attention", options=dict(scale=given.get("scale")),
-            sliceable=False, obstacle=reason,
+            module, q, k, v, own=lambda _: first_of(run()), kind="flex_attention", options=dict(scale=scale),
+            sliceable=False,
         )  # fmt: skip
-        if reason is not None:
-            (route if swapped else route_to_observers)(call, run_original)
-            return results[0]
-        with torch.set_grad_enabled(swapped and torch.is_grad_enabled()):
-            call.mask = mask_of_block(given.get("block_mask"), q, k)
-            if changes_scores:
-                call.mask = _bias_of(given["score_mod"], q, k, given.get("scale"), call.mask)
-        output = route(call, run_original)
-        if results and not swapped:
-            return results[0]
-        if given.get("return_lse") or given.get("return_aux") is not None:
-            return output, *_run(original, given)[1:]
-        return output
+        entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+        if score_mod is not None and entries > MAX_DENSE:
+            call.obstacle = f"its score_mod would take {entries:,} scores; examine shorter sequences"
+        else:
+            with torch.set_grad_enabled(is_swapped(module) and torch.is_grad_enabled()):
+                call.mask = mask_of_block(given["block_mask"], q, k)
+                if score_mod is not None:
+                    call.mask = _bias_of(score_mod, q, k, scale, call.mask)
+        returns_more = bool(given.get("return_lse")) or given.get("return_aux") is not None
+        return route_result(call, run, first_of, lambda output: output, returns_more)
 
 
 def _run(original: Callable, given: dict[str, Any]) -> Any:

@@ -23,14 +23,20 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from regard.health.capture.call import HIDES_ALWAYS, HIDES_AMONG_ZEROS, Call
-from regard.health.capture.equation import key_rows, parse_scores, parse_values, query_rows
-from regard.health.capture.interception import interceptions_of, route, route_to_observers, running_module
+from regard.health.capture.equation import find_scores, find_values
+from regard.health.capture.interception import (
+    interceptions_of,
+    is_swapped,
+    route_result,
+    route_to_observers,
+    running_module,
+)
 
 PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
 OVER = {"div", "div_", "__truediv__", "__itruediv__", "divide", "true_divide"}
-TRANSPOSING = {"transpose", "swapaxes", "swapdims"}
 DROPPING = {"dropout", "dropout_"}
+TRANSPOSING = {"transpose", "swapaxes", "swapdims", "permute"}
 EXACT, ROUNDED = 2e-6, 4.0  # a bias below EXACT·max|s| + ROUNDED·eps·|s| is rounding
 PLACES = (f"{torch.__path__[0]}/", __file__.rpartition("health")[0])  # files of torch and of regard
 
@@ -54,7 +60,6 @@ class Weights:
     logits: Tensor
     product: Product | None
     dropout: float = 0.0
-    transposed: bool = False
 
 
 def is_ordinary(func: Callable) -> bool:
@@ -98,11 +103,10 @@ class Follower:
                 training = args[2] if len(args) > 2 else kwargs.get("training", True)
                 rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
                 known = replace(known, dropout=rate if training else known.dropout)
-            if _transposes(name, args, result.ndim):
-                known = replace(known, transposed=not known.transposed)
-            elif result.shape[-2:] != known.logits.shape[-2:]:
-                return
-            self._known[result] = known
+            if name in TRANSPOSING:
+                known = replace(known, product=None)  # vᵀ pᵀ is reported, not measured
+            if sorted(result.shape[-2:]) == sorted(known.logits.shape[-2:]):
+                self._known[result] = known
 
     def _follow_softmax(self, known: Any, args: tuple, kwargs: dict, result: Tensor) -> None:
         logits = args[0] if args else kwargs["input"]
@@ -119,7 +123,7 @@ class Follower:
         result = run()
         if not isinstance(result, Tensor) or any(isinstance(x, nn.Parameter) for x in tensors):
             return result
-        operands = _scores_of(name, args, result)
+        operands = _scores_of(name, args)
         if operands is not None:
             q, k = operands
             alpha = kwargs.get("alpha", 1.0) if name == "baddbmm" else 1.0
@@ -133,11 +137,12 @@ class Follower:
         if isinstance(values, nn.Parameter) or values.ndim < 3 or weights.logits.ndim < 3:
             return run()  # a lookup in a table, or a mixture of a few tensors
         layout = _values_of(name, args, weights, values)
-        if layout is None or weights.product is None or not _fits(weights):
+        split = None if layout is None else _split_heads(weights, layout[0])
+        if layout is None or split is None:
             reason = f"{_line()} multiplies softmax weights by values, but their scores could not be followed to q·kᵀ"
             call = Call(module, weights.p, values, values, own=lambda rows: run(), kind="by hand", obstacle=reason)
             return route_to_observers(call, run)
-        return _capture(module, weights, layout, run)
+        return _capture(module, weights, split, layout, run)
 
 
 def _factor(name: str, args: tuple) -> float:
@@ -153,22 +158,10 @@ def _factor(name: str, args: tuple) -> float:
     return 1.0 / number if name in OVER else float(number)
 
 
-def _transposes(name: str, args: tuple, ndim: int) -> bool:
-    """True if a function exchanges the last two dims and leaves the others."""
-    if name in TRANSPOSING:
-        return {dim % ndim for dim in args[1:3]} == {ndim - 1, ndim - 2}
-    if name != "permute":
-        return False
-    dims = args[1:]
-    order = [dim % ndim for dim in (dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)]
-    return order[:-2] == list(range(ndim - 2)) and order[-2:] == [ndim - 1, ndim - 2]
-
-
-def _scores_of(name: str, args: tuple, result: Tensor) -> tuple[Tensor, Tensor] | None:
+def _scores_of(name: str, args: tuple) -> tuple[Tensor, Tensor] | None:
     """Returns (q […, M, D], k […, N, D]) of a product that may be scores; None for any other."""
     if name == "einsum":
-        parsed = parse_scores(args) if result.ndim > 2 else None
-        return None if parsed is None else (query_rows(parsed), key_rows(parsed))
+        return find_scores(args)
     first, second = args[1:3] if name == "baddbmm" else args[:2]
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or min(first.ndim, second.ndim) < 3:
         return None
@@ -178,10 +171,7 @@ def _scores_of(name: str, args: tuple, result: Tensor) -> tuple[Tensor, Tensor] 
 def _values_of(name: str, args: tuple, weights: Weights, values: Tensor) -> tuple[Tensor, Callable, Callable] | None:
     """Returns (v […, N, E], the product's own layout → […, M, E], and back)."""
     if name == "einsum":
-        return parse_values(args, weights.p)
-    if weights.transposed:  # vᵀ pᵀ = (p v)ᵀ
-        flip = partial(torch.transpose, dim0=-1, dim1=-2)
-        return (flip(values), flip, flip) if args[0] is values else None
+        return find_values(args, weights.p)
     return None if args[0] is values else (values, _same, _same)
 
 
@@ -189,13 +179,15 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _fits(weights: Weights) -> bool:
-    """True if q and k of the product have the heads and sequences of the logits, or share them."""
+def _split_heads(weights: Weights, values: Tensor) -> list[Tensor] | None:
+    """Returns q, k and v as [B, H or G, …, …]; None if they lack the heads and sequences of the logits."""
     product, logits = weights.product, weights.logits
     if product is None or logits.numel() != product.numel or logits.shape[-2:] != product.shape:
-        return False
+        return None
     batch, heads = _lead(logits)
-    return all(_as_heads(x, batch, heads) is not None for x in (product.q, product.k))
+    split = [_as_heads(x, batch, heads) for x in (product.q, product.k, values)]
+    found = [x for x in split if x is not None]
+    return found if len(found) == 3 and found[0].shape[1] == heads else None
 
 
 def _lead(logits: Tensor) -> tuple[int, int]:
@@ -217,38 +209,29 @@ def _as_heads(x: Tensor, batch: int, heads: int) -> Tensor | None:
     return x.reshape(1, 1, *rest).expand(batch, 1, *rest) if number == 1 else None
 
 
-def _capture(module: nn.Module, weights: Weights, layout: tuple[Tensor, Callable, Callable], run: Callable) -> Tensor:
-    values, forth, back = layout
-    product = weights.product
-    assert product is not None
+def _capture(module: nn.Module, weights: Weights, split: list[Tensor], layout: tuple, run: Callable) -> Tensor:
+    (q, k, v), (values, forth, back) = split, layout
     batch, heads = _lead(weights.logits)
-    q, k, v = (_as_heads(x, batch, heads) for x in (product.q, product.k, values))
-    if q is None or k is None or v is None or q.shape[1] != heads:
-        return run()
+    scale = 1.0 if weights.product is None else weights.product.scale
     rows, width = weights.logits.shape[-2], values.shape[-1]
-    results: list[Tensor] = []
 
-    def run_original() -> Tensor:
-        results.append(run())
-        return forth(results[0]).reshape(batch, heads, rows, width)
-
-    def own(wanted: Tensor | None) -> Tensor:
+    def own(_: Tensor | None) -> Tensor:
         p = weights.p.reshape(batch, heads, rows, -1)
-        output = p.to(v.dtype) @ v.repeat_interleave(heads // v.shape[1], 1)
-        return output if wanted is None else output.index_select(2, wanted)
+        return p.to(v.dtype) @ v.repeat_interleave(heads // v.shape[1], 1)
 
-    swapped = any(one.swap is not None for one in interceptions_of(module))
-    with torch.set_grad_enabled(swapped and torch.is_grad_enabled()):
-        mask = _mask_of(weights.logits.reshape(batch, heads, rows, -1), q, k, product.scale)
+    with torch.set_grad_enabled(is_swapped(module) and torch.is_grad_enabled()):
+        mask = _mask_of(weights.logits.reshape(batch, heads, rows, -1), q, k, scale)
     call = Call(
-        module, q, k, v, own=own, kind="by hand", mask=mask, options=dict(scale=product.scale),
+        module, q, k, v, own=own, kind="by hand", mask=mask, options=dict(scale=scale),
         dropout=weights.dropout, sliceable=False, three_dims=weights.logits.ndim == 3,
     )  # fmt: skip
-    output = route(call, run_original)
-    if results and not swapped:
-        return results[0]
     lead = weights.logits.shape[:-2]
-    return back(output.reshape(*lead, rows, width)).to(values.dtype)
+    return route_result(
+        call,
+        run,
+        lambda result: forth(result).reshape(batch, heads, rows, width),
+        lambda output: back(output.reshape(*lead, rows, width)).to(values.dtype),
+    )
 
 
 def _mask_of(logits: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor | None:

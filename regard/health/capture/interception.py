@@ -67,11 +67,8 @@ def open_scope(context: contextlib.AbstractContextManager, owner: Any = None) ->
     STATE.scopes.append((context, depth, owner))
 
 
-def close_scope(context: contextlib.AbstractContextManager | None) -> None:
-    """Leaves a context if it is open, and all that were entered after it.
-
-    Ctrl-C ends a forward without any hook: whoever opened the scope closes it at its next forward.
-    """
+def close_scope(context: contextlib.AbstractContextManager) -> None:
+    """Leaves a context if it is open, and all that were entered after it."""
     at = next((at for at, scope in enumerate(STATE.scopes) if scope[0] is context), None)
     while at is not None and len(STATE.scopes) > at:
         STATE.scopes.pop()[0].__exit__(None, None, None)
@@ -108,7 +105,6 @@ class Interception:
         self.names = {id(module): name for name, module in self.modules}
         self.names.setdefault(id(model), "")  # what torch.compile made of it
         self._hooks: list = []
-        self._compiled: list[tuple[nn.Module, Any]] = []  # in place, by module.compile()
 
     def _all_modules(self) -> list[nn.Module]:
         modules = [module for _, module in self.modules]
@@ -128,9 +124,6 @@ class Interception:
             torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder's, whose attention no hook sees
         ACTIVE.append(self)
         for module in self._all_modules():
-            if module._compiled_call_impl is not None:
-                self._compiled.append((module, module._compiled_call_impl))
-                module._compiled_call_impl = None
             if module._modules or not _lacks_attention(module):
                 self._hooks.append(module.register_forward_pre_hook(_enter_forward, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(_leave_forward, always_call=True))
@@ -156,13 +149,6 @@ class Interception:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for module, call in self._compiled:
-            heir = next((one for one in ACTIVE if id(module) in one.names), None)  # it runs as written there too
-            if heir is None:
-                module._compiled_call_impl = call
-            else:
-                heir._compiled.append((module, call))
-        self._compiled.clear()
         if ACTIVE:
             return
         torch.backends.mha.set_fastpath_enabled(_FAST_PATH[0])
@@ -220,7 +206,7 @@ class Interception:
 
 
 class ForwardInterceptions:
-    """Makes interceptions of single forwards that follow torch's functions only where that has found attention.
+    """Intercepts single forwards of a model, and follows torch's functions only where that has found attention.
 
     Following them takes a Python call per torch function. It is done in the first forward and in every `EVERY`-th, and
     in all if the last one that did met a function that may be attention, or no attention at all (layer drop).
@@ -230,16 +216,28 @@ class ForwardInterceptions:
 
     def __init__(self) -> None:
         self._made, self._is_needed = 0, True
+        self._open: tuple[Interception, contextlib.AbstractContextManager] | None = None
 
-    def make(self, model: nn.Module, observe: Callable) -> Interception:
-        """Returns the interception of the forward that begins now."""
+    def open(self, model: nn.Module, observe: Callable) -> None:
+        """Intercepts the forward that begins now; called in the model's pre-hook."""
+        self.close(succeeded=False)
         follows = self._is_needed or self._made % self.EVERY == 0
         self._made += 1
-        return Interception(model, observe=observe, follows_functions=follows)
+        interception = Interception(model, observe=observe, follows_functions=follows)
+        context = interception.in_forward()
+        open_scope(context)
+        self._open = interception, context
 
-    def learn(self, interception: Interception) -> None:
-        """Notes what a forward met that has ended as it should."""
-        if interception.follows_functions:
+    def close(self, succeeded: bool) -> None:
+        """Ends the interception that is open, if any, and learns from a forward that succeeded.
+
+        A forward that Ctrl-C ends calls no hook: the next one closes it.
+        """
+        if self._open is None:
+            return
+        (interception, context), self._open = self._open, None
+        close_scope(context)
+        if succeeded and interception.follows_functions:
             self._is_needed = interception.saw_functions or not interception.routed
 
 
@@ -332,6 +330,32 @@ def route_to_observers(call: Call, run_original: Callable[[], Tensor]) -> Tensor
     active = [one for one in interceptions_of(call.module) if one.observe is not None]
     with uncaptured():
         return _route(active, call, run_original) if active else run_original()
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """True if a swap covers `module`, so that what is computed for its calls needs gradients."""
+    return any(one.swap is not None for one in interceptions_of(module))
+
+
+def route_result(
+    call: Call, run: Callable[[], Any], to_output: Callable, from_output: Callable, returns_more: bool = False
+) -> Any:
+    """Returns what a model's function returns: `run()` or, where a swap has changed the call, the swapped output.
+
+    `to_output` takes what the function returns to the output [B, H, M, E], `from_output` takes that back. A function
+    that `returns_more` than an output runs once more for the rest.
+    """
+    results: list[Any] = []
+
+    def run_original() -> Tensor:
+        results.append(run())
+        return to_output(results[0])
+
+    output = route(call, run_original)
+    if results:
+        return results[0]
+    rest = run() if returns_more else None
+    return (from_output(output), *rest[1:]) if isinstance(rest, tuple) else from_output(output)
 
 
 def _route(active: list[Interception], call: Call, run: Callable[[], Tensor]) -> Tensor:

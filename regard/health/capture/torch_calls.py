@@ -10,7 +10,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -243,12 +243,10 @@ def _capture_own(problem: Problem, bias, mask, temperature, sink, run: Callable)
     module = running_module()
     if module is None or not interceptions_of(module) or is_measuring():
         return run()
-    results: list = []
+    result = cache(lambda: tuple(run()))
 
     def own(rows=None):
-        if not results:
-            results.extend(run())
-        return results[0] if rows is None else results[0].index_select(-2, rows)
+        return result()[0] if rows is None else result()[0].index_select(-2, rows)
 
     options: dict[str, Any] = dict(scale=problem.scale, softcap=problem.softcap, normalizer=problem.choice.spec)
     if problem.theta is not None:
@@ -273,6 +271,4 @@ def _capture_own(problem: Problem, bias, mask, temperature, sink, run: Callable)
         options=options,
         obstacle="it drops weights at random (dropout in training)" if problem.dropout_p else None,
     )
-    output = route(call, own)
-    own()  # row state and statistics, which a swap does not compute
-    return output, *results[1:]
+    return route(call, own), *result()[1:]  # with row state and statistics, which a swap does not compute

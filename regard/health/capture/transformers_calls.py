@@ -16,13 +16,8 @@ from transformers.modeling_utils import AttentionInterface
 from regard.health.capture.call import Call, causal_rows, clean_mask, derive, merge_mask_and_bias, select_rows
 from regard.health.capture.documents import documents_of_positions
 from regard.health.capture.flex_calls import mask_of_block
-from regard.health.capture.fused_call import FusedCall, capture
+from regard.health.capture.fused_call import FusedCall, capture_fused
 from regard.health.capture.interception import SDPA, STATE, interceptions_of, route
-
-try:  # the outputs that the running forward collects from its modules, by name
-    from transformers.utils.output_capturing import _active_collector as _COLLECTOR
-except ImportError:
-    _COLLECTOR = None  # type: ignore[assignment]
 
 _ORIGINALS: dict[str, object] = {}
 
@@ -100,17 +95,17 @@ def _capture_flash(own, module, query, key, value, mask, kwargs) -> Tensor:
             fused.obstacle = f"its mask has {mask.ndim} dims, where flash-attention takes two"
         else:
             fused.mask = (mask[:, :keys] != 0)[:, None, None]
-        return capture(fused, module)
+        return capture_fused(fused, module)
     cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if cu_q is None or cu_k is None:
         packed = query.shape[2] == key.shape[2]
         cu_q = cu_k = documents_of_positions(kwargs.get("position_ids")) if packed else None
     if cu_q is None:
-        return capture(fused, module)
+        return capture_fused(fused, module)
     fused.q, fused.k, fused.v = (x.flatten(0, 1) for x in (q, k, v))
     fused.cu_q, fused.cu_k = cu_q.to(q.device), cu_k.to(q.device)
     fused.run = lambda dropout: run(dropout).flatten(0, 1)
-    return capture(fused, module).unflatten(0, (query.shape[0], query.shape[2]))
+    return capture_fused(fused, module).unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def _is_ours(own: Callable) -> bool:
@@ -133,25 +128,17 @@ def _fold_mask(mask: Tensor, group: int, rows: int) -> Tensor:
     return each.expand(-1, -1, rows, -1).reshape(mask.shape[0], -1, group * rows, mask.shape[-1])
 
 
-def _wants_weights(module: nn.Module, kwargs: dict) -> bool:
+def _wants_weights(module: nn.Module) -> bool:
     """True if the model collects its weights, by `output_attentions` of a running forward or of its configuration."""
-    if STATE.weights_depth is not None:
-        return True
-    collected = None if _COLLECTOR is None else _COLLECTOR.get()
-    if collected is not None:
-        return any(name.endswith("attentions") for name in collected)
-    given = kwargs.get("output_attentions")
-    if given is not None:
-        return bool(given)
     running = (getattr(one, "config", None) for one in (module, *(one for one, *_ in STATE.stack)))
-    return any(getattr(config, "output_attentions", False) for config in running)
+    return STATE.weights_depth is not None or any(getattr(config, "output_attentions", False) for config in running)
 
 
 def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     name = _name(own)
     eager = name.endswith("eager_attention_forward")  # timesfm has a `simple_eager_attention_forward`
     sdpa = name == "sdpa_attention_forward"
-    wants_weights = eager and _wants_weights(module, kwargs)
+    wants_weights = eager and _wants_weights(module)
     queries, keys = query.shape[2], key.shape[2]
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal

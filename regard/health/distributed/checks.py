@@ -17,6 +17,7 @@ from regard.health.capture.call import Call
 from regard.parallel.layout import count_positions, spans
 
 UNSUPPORTED_INPUTS = dict(
+    labels="compute the loss from the logits, which are whole",
     past_key_values="no generate; regard.parallel.decode is for that",
     logits_to_keep="take them from the logits, which are whole",
     num_logits_to_keep="take them from the logits, which are whole",
@@ -25,15 +26,8 @@ UNSUPPORTED_INPUTS = dict(
     encoder_hidden_states="encoder-decoders are not supported",
     output_attentions="no rank has the weights of whole rows",
 )
-MIXES_TOKENS = (
-    dict(  # settings of a configuration under which a token depends on others, or on their number, outside attention
-        trigram_input="joins the embeddings of neighbours",
-        token_dropout="counts the mask tokens of a sequence",
-        attn_temperature_tuning="counts positions from the start of what it is given",
-        use_dynamic_ntk="depends on the length of what it is given",
-        use_logn_attn="depends on the length of what it is given",
-    )
-)
+# settings of a configuration under which a token depends on others, or on their number, outside attention
+MIXES_TOKENS = ("trigram_input", "token_dropout", "attn_temperature_tuning", "use_dynamic_ntk", "use_logn_attn")
 
 
 def check_model(model: nn.Module) -> None:
@@ -51,9 +45,9 @@ def check_model(model: nn.Module) -> None:
         chunk, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None)
         if chunk is not None and (kinds is None or "chunked_attention" in kinds):
             raise ValueError("context_parallel: attention in chunks (attention_chunk_size) is not supported")
-        for name, why in MIXES_TOKENS.items():
+        for name in MIXES_TOKENS:
             if getattr(config, name, False):
-                raise ValueError(f"context_parallel: {name} {why}, and a rank has only a shard of them; not supported")
+                raise ValueError(f"context_parallel: {name} makes a token depend on others, which a rank lacks")
     for name, module in model.named_modules():
         if (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)) or isinstance(module, nn.RNNBase):
             raise ValueError(f"context_parallel: {name} ({type(module).__name__}) mixes positions outside attention")
@@ -70,16 +64,8 @@ def name_arguments(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, 
     return (), {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def checksum(x: Tensor) -> int:
-    """Returns a checksum of integers, the same on every device."""
-    flat = x.long().flatten()
-    return int((flat * (torch.arange(flat.numel(), device=flat.device) * 2654435761 + 1)).sum())
-
-
 def check_inputs(kwargs: dict, sharded: tuple[str, ...]) -> None:
     """Raises ValueError for inputs that cannot be sharded along the sequence."""
-    if kwargs.get("labels") is not None:
-        raise ValueError("context_parallel: labels stay outside; compute the loss from the logits, which are whole")
     for name in UNSUPPORTED_INPUTS:
         if (value := kwargs.get(name)) is not None and (isinstance(value, Tensor) or value != 0):
             raise ValueError(

@@ -1,9 +1,8 @@
-"""Examines a corpus over ranks: batch n runs on rank n mod W, and after every W batches rank 0 merges the readings.
+"""Examines a corpus over ranks: batch n runs on rank n mod W, and after every W batches all ranks merge the readings.
 
 Readings are merged batch by batch in the order of the corpus, whichever rank measured them: any number of ranks gives
-the same bits. After a round the merged readings may be written to a file (`snapshot`), and an interrupted examination
-goes on after the last batch in it, on as many ranks as there are then. Rank 0 holds the merged layers, the other ranks
-only those of their own round.
+the same bits. After a round rank 0 may write the merged readings to a file (`snapshot`), and an interrupted examination
+goes on after the last batch in it, on as many ranks as there are then.
 """
 
 from __future__ import annotations
@@ -12,14 +11,17 @@ import io
 import os
 import sys
 import time
-from dataclasses import fields
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from regard.health.distributed.checksums import checksum_batch
 from regard.health.measurement.recorder import Layer, Recorder
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.report import files
@@ -27,6 +29,7 @@ from regard.parallel.group import RankError, RankGroup
 from regard.parallel.handshake import compare_calls
 
 SECONDS = 5.0  # between two snapshots
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
 
 class RoundError(RuntimeError):
@@ -87,28 +90,26 @@ class Rounds:
         return error, self.done
 
     def _merge_round(self, number: int, failure: Exception | None = None, last: bool = False) -> None:
-        """Sends every rank's batch of this round to rank 0; raises on all ranks what failed on any."""
-        sent: dict = {"error": None if failure is None else f"{type(failure).__name__}: {failure}", "layers": []}
-        sent["layers"] = [_layer_to_dict(layer) for layer in self.recorder.layers.values()]
+        """Merges every rank's batch of this round, on every rank; raises on all ranks what failed on any."""
+        error = None if failure is None else f"{type(failure).__name__}: {failure}"
+        layers = [_on_host(layer) for layer in self.recorder.layers.values()]
         for layer in self.recorder.layers.values():  # the next round's readings are its own
             layer.reading, layer.error, layer.empty_rows, layer.gates = None, 0.0, [], None
-            layer.what_if.clear()
-        sent["count"] = number + 1 if last else sys.maxsize  # of all batches, if this was the last
-        everyone = self._gather(sent, number)
-        errors = [(rank, x["error"]) for rank, x in enumerate(everyone) if x["error"] is not None]
+            layer.what_if = {}
+        count = number + 1 if last else sys.maxsize  # of all batches, if this was the last
+        everyone = self._gather((error, layers, count), number)
+        errors = [(rank, error) for rank, (error, _, _) in enumerate(everyone) if error is not None]
         first = errors[0][0] if errors else self.world
-        for rank, x in enumerate(everyone):
-            if rank < first:
-                for layer in x["layers"]:
-                    _add_layer(self.merged, layer)
-        round_ = self.done
-        self.done += min(first, self.world)
+        for _, layers, _ in everyone[:first]:
+            for layer in layers:
+                _add_layer(self.merged, layer)
         if errors:
-            self.done = min(round_ + first, *(x["count"] for x in everyone))
+            self.done = min(self.done + first, *(count for _, _, count in everyone))
             raise RoundError(f"rank {first}, batch {self.done}: {errors[0][1]}")
         if last:
             self.done = number + 1
         else:
+            self.done += self.world
             self._write()
 
     def end(self, count: int) -> None:
@@ -122,82 +123,52 @@ class Rounds:
 
     def finish(self) -> list[Layer]:
         """Returns the merged layers, the same on every rank, and removes the snapshot."""
-        layers = self.layers()
         if self.path is not None and self.rank == 0:
             self.path.unlink(missing_ok=True)
-        return layers
+        return self.layers()
 
     def layers(self) -> list[Layer]:
         """Returns the layers merged so far, the same on every rank."""
-        merged: dict[tuple[str, int], Layer] = {}
-        for layer in self._broadcast([_layer_to_dict(layer) for layer in self.merged.values()]):
-            _add_layer(merged, layer)
-        return list(merged.values())
+        return list(self.merged.values())
 
-    def _gather(self, sent: dict, number: int) -> list[dict]:
-        """Returns what every rank sent: all of it on rank 0, elsewhere only the errors and counts."""
+    def _gather(self, sent: Any, number: int) -> list[Any]:
+        """Returns what every rank sent."""
         if self.line is None or self.world == 1:
             return [sent]
-        step = "examine batch"
-        packed = _pack(sent)
-        sizes = self.line.all_gather_numbers([packed.numel(), sent["error"] is not None, sent["count"]], step, number)
-        found = []
-        for rank, (size, _, count) in enumerate(sizes):
-            if rank == self.rank:
-                found.append(sent)
-                if rank:
-                    self.line.send_receive(packed, None, 0, 0, step, number).wait()
-            elif self.rank == 0:
-                buffer = torch.empty(size, dtype=torch.uint8)
-                found.append(_unpack(self.line.send_receive(None, buffer, rank, rank, step, number).wait()))
-            else:
-                found.append({"error": None, "layers": [], "count": count})
-        failed = [rank for rank, (_, wrong, _) in enumerate(sizes) if wrong]
-        if failed:
-            texts = self._broadcast([x["error"] for x in found])
-            for x, text in zip(found, texts, strict=True):
-                x["error"] = text
-        return found
-
-    def _broadcast(self, x: Any) -> Any:
-        """Returns rank 0's x on every rank."""
-        if self.line is None or self.world == 1:
-            return x
-        packed = _pack(x)
-        ((size, *_), *_) = self.line.all_gather_numbers([packed.numel()], "examine end")
-        packed = packed if self.rank == 0 else torch.empty(size, dtype=torch.uint8)
-        return _unpack(self.line.broadcast(packed, 0, "examine end"))
+        everyone = [None] * self.world
+        with self.line.guard("examine batch", number):
+            dist.all_gather_object(everyone, sent, group=self.line.process_group)
+        return everyone
 
     def _write(self) -> None:
         now = time.monotonic()
         if self.path is None or self.rank != 0 or (self.written and now - self.written < SECONDS):
             return
         self.written = now
-        content = {"what": self.what, "done": self.done, "data": self.data}
-        content["layers"] = [_layer_to_dict(layer) for layer in self.merged.values()]
+        content = {"what": self.what, "done": self.done, "data": self.data, "layers": self.layers()}
         written = io.BytesIO()
         torch.save(content, written)
         files.write(self.path, written.getvalue())
 
     def _resume(self) -> None:
-        """Reads the snapshot on rank 0, if there is one, and sends its number of batches to the others."""
-        content = None
+        """Reads the snapshot on rank 0, if there is one, and sends it to the others."""
+        content: dict = {"done": 0, "data": 0, "layers": []}
         failure: Exception | None = None
         if self.path is not None and self.rank == 0:
             try:
-                content = self._read(self.path)
+                content = self._read(self.path) or content
             except Exception as error:
                 failure = error
-        if content is not None:
-            for layer in content["layers"]:
-                _add_layer(self.merged, layer)
-            self.done, self.known = content["done"], content["data"]
         if self.line is not None:
             alike = {f"with different {name}": value for name, value in self.what.items()}
             alike["with and without a snapshot"] = self.path is None
-            self.done, self.known = compare_calls(self.line, "examine", [self.done, self.known], alike, failure)[0]
+            compare_calls(self.line, "examine", [], alike, failure)
+            content = self._gather(content, 0)[0]
         elif failure is not None:
             raise failure
+        self.done, self.known = content["done"], content["data"]
+        for layer in content["layers"]:
+            _add_layer(self.merged, layer)
 
     def _read(self, path: Path) -> dict | None:
         """Returns what a snapshot holds, None if there is none."""
@@ -208,10 +179,12 @@ class Rounds:
         if not path.is_file():
             return None
         try:
-            content = torch.load(path, weights_only=True)
+            with torch.serialization.safe_globals([Layer, LayerReading]):
+                content = torch.load(path, weights_only=True)
         except Exception:
             content = None
-        if not isinstance(content, dict) or not {"what", "done", "data", "layers"} <= content.keys():
+        is_whole = isinstance(content, dict) and {"what", "done", "data", "layers"} <= content.keys()
+        if not is_whole or not all(isinstance(layer, Layer) for layer in content["layers"]):
             raise SnapshotError(f"snapshot {str(path)!r} is not one of regard's, or is damaged; remove it")
         if content["what"] != self.what:
             named = ", ".join(key for key, value in self.what.items() if content["what"].get(key) != value)
@@ -219,35 +192,20 @@ class Rounds:
         return content
 
 
-def _layer_to_dict(layer: Layer) -> dict:
-    """Returns a layer as plain numbers and tensors."""
-    plain = {field.name: getattr(layer, field.name) for field in fields(Layer) if field.name != "early_heads"}
-    plain["dtype"] = None if layer.dtype is None else str(layer.dtype).removeprefix("torch.")
-    plain["reading"] = None if layer.reading is None else _reading_to_dict(layer.reading)
-    plain["what_if"] = {name: _reading_to_dict(reading) for name, reading in layer.what_if.items()}
-    plain["gates"] = None if layer.gates is None else layer.gates.cpu()
-    plain["refused"], plain["anomalies"] = dict(layer.refused), sorted(layer.anomalies)
-    return plain
+def _on_host(layer: Layer) -> Layer:
+    """Returns a copy of a layer whose readings are on the CPU."""
+    return replace(
+        layer,
+        reading=None if layer.reading is None else layer.reading.cpu(),
+        what_if={name: reading.cpu() for name, reading in layer.what_if.items()},
+        gates=None if layer.gates is None else layer.gates.cpu(),
+        refused=dict(layer.refused),
+        anomalies=set(layer.anomalies),
+    )
 
 
-def _reading_to_dict(reading: LayerReading) -> dict:
-    """Returns a reading as its sums, on the CPU."""
-    reading = reading.cpu()
-    return dict(heads=reading.heads, flat=reading.flat, histogram=reading.histogram)
-
-
-def _layer_from_dict(plain: dict) -> Layer:
-    """Inverts `_layer_to_dict`."""
-    readings = {name: LayerReading.from_sums(**sums) for name, sums in plain["what_if"].items()}
-    layer = Layer(**{**plain, "what_if": readings, "anomalies": set(plain["anomalies"])})
-    layer.dtype = None if plain["dtype"] is None else getattr(torch, plain["dtype"])
-    layer.reading = None if plain["reading"] is None else LayerReading.from_sums(**plain["reading"])
-    return layer
-
-
-def _add_layer(merged: dict[tuple[str, int], Layer], plain: dict) -> None:
+def _add_layer(merged: dict[tuple[str, int], Layer], layer: Layer) -> None:
     """Adds one batch's layer to the merged ones, as `Recorder` does on one process."""
-    layer = _layer_from_dict(plain)
     known = merged.get((layer.name, layer.use))
     if known is None:
         layer.index = len(merged)
@@ -262,11 +220,34 @@ def _add_layer(merged: dict[tuple[str, int], Layer], plain: dict) -> None:
         known.add_use(layer)
 
 
-def _pack(x: Any) -> Tensor:
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+def checksum_weights(model: torch.nn.Module) -> int:
+    """Returns a checksum of the names and shapes of all weights, of their ends and of the sum of their bits."""
+    checksum = 0
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(x) or x.is_meta or x.layout != torch.strided:
+            continue
+        ends = x.detach().reshape(-1)
+        checksum = zlib.crc32(f"{name} {tuple(x.shape)}".encode(), checksum)
+        checksum = checksum_batch(torch.cat([ends[:64], ends[-64:]]), checksum)
+        if not x.is_complex() and x.dtype.itemsize in BITS:
+            checksum = zlib.crc32(str(int(ends.view(BITS[x.dtype.itemsize]).sum(dtype=torch.int64))).encode(), checksum)
+    return checksum
 
 
-def _unpack(packed: Tensor) -> Any:
-    return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+def checksum_batch(x: Any, before: int = 0) -> int:
+    """Returns a checksum of a batch, and of those before it."""
+    if isinstance(x, Mapping):
+        for name in sorted(x, key=str):
+            before = checksum_batch(x[name], zlib.crc32(str(name).encode(), before))
+    elif isinstance(x, (tuple, list)):
+        for part in x:
+            before = checksum_batch(part, before)
+    elif isinstance(x, Tensor):
+        before = zlib.crc32(f"{tuple(x.shape)} {x.dtype}".encode(), before)
+        if x.layout == torch.strided and x.numel():
+            before = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, before)
+    elif hasattr(x, "__array_interface__"):  # numpy's
+        before = checksum_batch(torch.as_tensor(x), before)
+    else:
+        before = zlib.crc32((repr(x) if isinstance(x, (int, float, str)) else type(x).__name__).encode(), before)
+    return before

@@ -10,7 +10,8 @@ mask that the model makes for its shard.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from regard.health.capture.call import Call
 from regard.health.distributed import checks
+from regard.health.distributed.rounds import checksum_batch
 from regard.parallel.group import RankGroup
 from regard.parallel.handshake import SKETCHED, compare_calls, sketch, sketches_match
 from regard.parallel.layout import shard, unshard
@@ -31,28 +33,16 @@ GATHERED = dict(
 HINT = dict(pooler_output="; make the model with add_pooling_layer=False")
 
 
-@dataclass
-class ShardCall(Call):
-    """A captured call whose q, k and v are this rank's shards."""
-
-    group: dist.ProcessGroup | None = None
-    key_lengths: Tensor | None = None
-
-    @classmethod
-    def from_call(cls, call: Call, group, key_lengths: Tensor | None) -> ShardCall:
-        return cls(**{field.name: getattr(call, field.name) for field in fields(Call)}, group=group,
-                   key_lengths=key_lengths)  # fmt: skip
-
-    def run(self) -> Tensor:
-        """Returns this rank's shard of the output of `regard.parallel.attention`."""
-        causal = bool(getattr(self.module, "is_causal", self.causal))
-        window = self.model_options.get("sliding_window", getattr(self.module, "sliding_window", None))
-        options = dict(self.options)
-        if window is not None:
-            options["window"] = (int(window) - 1, 0 if causal else int(window) - 1)
-        out = attention(self.q, self.k, self.v, dropout_p=self.dropout, is_causal=causal, enable_gqa=True,
-                        group=self.group, key_lengths=self.key_lengths, **options)  # fmt: skip
-        return cast(Tensor, out)  # without statistics
+def attend_over_ranks(call: Call, group: dist.ProcessGroup | None, key_lengths: Tensor | None) -> Tensor:
+    """Returns this rank's shard of the output of `regard.parallel.attention`, for shards of q, k and v."""
+    causal = bool(getattr(call.module, "is_causal", call.causal))
+    window = call.model_options.get("sliding_window", getattr(call.module, "sliding_window", None))
+    options = dict(call.options)
+    if window is not None:
+        options["window"] = (int(window) - 1, 0 if causal else int(window) - 1)
+    out = attention(call.q, call.k, call.v, dropout_p=call.dropout, is_causal=causal, enable_gqa=True, group=group,
+                    key_lengths=key_lengths, **options)  # fmt: skip
+    return cast(Tensor, out)  # without statistics
 
 
 class ModelShards:
@@ -95,7 +85,7 @@ class ModelShards:
                 "it is not intercepted; pass use_reentrant=False"
             )
         self.calls += 1
-        return ShardCall.from_call(call, self.group, self.key_lengths)
+        return replace(call, compute=partial(attend_over_ranks, group=self.group, key_lengths=self.key_lengths))
 
     def _shard_inputs(self, model: nn.Module, args: tuple, kwargs: dict):
         """Returns this rank's shard of the inputs, after all ranks have compared the whole."""
@@ -110,7 +100,7 @@ class ModelShards:
             for name, x in (*whole.items(), ("position_ids", positions)):
                 alike[f"the model with {name} of different shapes"] = tuple(x.shape)
                 if not x.is_floating_point():
-                    alike[f"the model with different {name}"] = checks.checksum(x)
+                    alike[f"the model with different {name}"] = checksum_batch(x)
             marks = sketch(whole["inputs_embeds"].flatten()[:SKETCHED]) if "inputs_embeds" in whole else []
         except Exception as error:
             failure = error

@@ -7,38 +7,20 @@ with the model's own. Every other call goes through `regard.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from regard import normalizers, statistics
+from regard import normalizers
 from regard._core.dispatch import widest
 from regard._core.problem import Problem
 from regard.health.capture.call import Call
+from regard.statistics.names import NAMES, Statistics
 
 
-class PackedStatistics(Mapping):
-    """Statistics by name out of one tensor, [S, B, H, M] in the order of `regard.statistics.NAMES`."""
-
-    def __init__(self, packed: Tensor) -> None:
-        self.packed = packed
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.packed[INDEX[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(INDEX)
-
-    def __len__(self) -> int:
-        return len(INDEX)
-
-
-INDEX = {name: index for index, name in enumerate(statistics.NAMES)}
-
-
-def attention_directly(call: Call) -> tuple[Tensor, PackedStatistics] | None:
+def attention_directly(call: Call) -> tuple[Tensor, Statistics] | None:
     """Returns (output, statistics) of a plain call on a GPU, None for any other."""
     q, k, v = call.q.detach(), call.k.detach(), call.v.detach()
     if not (is_plain(call) and q.dtype == k.dtype == v.dtype and q.numel() and k.numel() and v.numel()):
@@ -52,9 +34,9 @@ def attention_directly(call: Call) -> tuple[Tensor, PackedStatistics] | None:
     scale = call.options.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else None  # laid out as q, as the model expects
-    problem = Problem(q, k, v, _softmax(), scale, causal=call.causal, stats=statistics.NAMES)
+    problem = Problem(q, k, v, _softmax(), scale, causal=call.causal, stats=NAMES)
     result = kernels.forward(problem, out)
-    return result.o, PackedStatistics(result.stats)
+    return result.o, Statistics.of_stacked(result.stats, NAMES, NAMES, problem.choice)
 
 
 def has_equal_batches(call: Call) -> bool:
@@ -75,3 +57,11 @@ def is_plain(call: Call) -> bool:
 @cache
 def _softmax():
     return normalizers.get("softmax")
+
+
+def stack_statistics(stats: Mapping[str, Tensor]) -> Tensor:
+    """Returns all statistics in one tensor, [S, B, H, M] in the order of `NAMES`; the one they are views of, if any."""
+    known = stats._stacked if isinstance(stats, Statistics) else None
+    if known is not None and known[1] == NAMES:
+        return known[0].contiguous()
+    return torch.stack([stats[name] for name in NAMES])

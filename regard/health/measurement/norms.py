@@ -1,19 +1,18 @@
-"""Norms of one call: difference of two outputs, logit variance predicted from q and k, ranges of v, output columns."""
+"""Norms of one call: difference of two outputs, logit variance predicted from q and k, spread of v, output columns."""
 
 from __future__ import annotations
 
 import numbers
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import chain
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import Call
-from regard.health.measurement.side_stream import fetch_to_host
+from regard.health.measurement.side_stream import HostCopies
 from regard.health.readings.layer_reading import LayerReading, parts_of
 from regard.nn.projections import output_weight
 from regard.scores import resolve_scale
@@ -34,8 +33,6 @@ TOLERANCE = {
 }  # float64: with a softmax in float32
 GPU_FLOAT32 = 5e-3  # products in TF32
 NOT_FINITE = "its output is not finite"
-
-Range = tuple[Tensor, Tensor]  # the least and the largest value over the keys, [B, G, E] each
 
 
 def coarsest_dtype(*tensors: Tensor) -> torch.dtype:
@@ -148,40 +145,44 @@ def predicted_variance(call: Call, rows: Tensor | None, scale: float | Tensor) -
     return scale**2 * q_norm * k_norm / q.shape[-1]
 
 
-def value_range(v: Tensor) -> Range:
-    """Returns the least and the largest value over the keys of [B, G, N, E], without waiting for the device."""
-    v = v.detach()[:, :, :: max(1, v.shape[2] // SAMPLED_KEYS)]
-    return v.amin(2), v.amax(2)  # on a CPU torch's aminmax takes 3 to 15 times as long
+def add_norms(flat: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Adds ‖q‖, ‖k‖ and ‖v‖, summed over the rows of each of L layers, to their readings `flat` [L, F].
 
-
-def value_spreads(ranges: Sequence[Sequence[Range]], heads: Sequence[int]) -> list[list[tuple[float, float]]]:
-    """Returns (spread, size) per layer and query head, over the ranges of the layer's calls.
-
-    spread = max (max_j v_j − min_j v_j) and size = max |v|, over sequences and channels. Calls of one shape are fetched
-    with one wait for the device.
-
-    >>> from regard.health.measurement.norms import value_range, value_spreads
-    >>> v = torch.tensor([[0.0, 5.0, 2.0], [1.0, 1.0, 1.0]])[None, :, :, None]  # two heads of three keys
-    >>> value_spreads([[value_range(v)]], heads=[4])
-    [[(5.0, 5.0), (5.0, 5.0), (0.0, 1.0), (0.0, 1.0)]]
+    The B sequences of a layer follow one another in q [L·B, H, M, D], k and v.
     """
-    calls = list(chain.from_iterable(ranges))
-    alike = len({(low.device, low.dtype, low.shape) for low, _ in calls}) == 1
-    groups = [calls] if alike else [[call] for call in calls]
-    fetched = iter([spreads for group in groups for spreads in _fetch_spreads(group)])
-    found = []
-    for own, count in zip(ranges, heads, strict=True):
-        per_call = [next(fetched) for _ in own]  # [calls][G]
-        per_group = [tuple(map(max, zip(*group, strict=True))) for group in zip(*per_call, strict=True)]
-        found.append([spread for spread in per_group for _ in range(count // len(per_group))])
-    return found
+    layers, heads = len(flat), q.shape[1]
+    sums = [_sum_norms(x, layers, heads) for x in (q, k, v)]
+    (begin, end, shape), (at, _, _) = (parts_of(heads)[name] for name in ("norms", "norm_rows"))
+    flat[:, begin:end].view(layers, *shape).add_(torch.stack(sums, 1))
+    for offset, x in enumerate((q, k)):
+        flat[:, at + offset] += x.shape[0] // layers * x.shape[2]
 
 
-def _fetch_spreads(calls: Sequence[Range]) -> list[list[tuple[float, float]]]:
-    """Returns (spread, size) per call and key head."""
-    low, high = torch.stack([torch.stack(side) for side in zip(*calls, strict=True)]).cpu().double()  # [calls, B, G, E]
-    spread, size = (high - low).amax((1, 3)).tolist(), torch.maximum(high, -low).amax((1, 3)).tolist()
-    return [list(zip(*call, strict=True)) for call in zip(spread, size, strict=True)]
+def _sum_norms(x: Tensor, layers: int, heads: int) -> Tensor:
+    """Returns the sums of ‖x‖ over the rows of each layer and query head, [L, H], in float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float()
+    sums = norms.unflatten(0, (layers, -1)).sum((1, 3))
+    return sums if sums.shape[1] == heads else sums.repeat_interleave(heads // sums.shape[1], 1)
+
+
+def value_spread(v: Tensor, layers: int = 1) -> Tensor:
+    """Returns how much the values [L·B, G, N, E] of L layers differ and how large they are, [2, L, G].
+
+    spread = max (max_j v_j − min_j v_j) and size = max |v|, over sequences and channels; waits for no device.
+
+    >>> from regard.health.measurement.norms import value_spread
+    >>> v = torch.tensor([[0.0, 5.0, 2.0], [1.0, 1.0, 1.0]])[None, :, :, None]  # two heads of three keys
+    >>> value_spread(v)
+    tensor([[[5., 0.]],
+    <BLANKLINE>
+            [[5., 1.]]])
+    """
+    v = v.detach()[:, :, :: max(1, v.shape[2] // SAMPLED_KEYS)]
+    wide = torch.promote_types(v.dtype, torch.float32)
+    low, high = v.amin(2).to(wide), v.amax(2).to(wide)  # on a CPU torch's aminmax takes 3 to 15 times as long
+    both = torch.stack([high - low, torch.maximum(high, -low)])  # [2, L·B, G, E]
+    return both.unflatten(1, (layers, -1)).amax((2, 4))
 
 
 class OutputColumns:
@@ -206,9 +207,11 @@ class OutputColumns:
         once = [layer for layer in layers if layer.reading is not None and calls[layer.name] == 1]
         self.compute(once)
         known = [(layer, columns) for layer in once if (columns := self._columns[layer.name]) is not None]
-        for (layer, _), columns in zip(known, fetch_to_host([columns for _, columns in known]), strict=True):
-            largest = columns.view(layer.heads, -1).amax(1)
-            layer.unused_heads = (largest <= NOTHING * largest.amax()).nonzero().flatten().tolist()
+        copies = HostCopies()
+        for layer, columns in known:
+            copies.add(columns, partial(_mark_unused, layer))
+        copies.start()
+        copies.finish()
 
     def _largest(self, layer: Layer) -> Tensor | None:
         """Returns the largest entry of each column, [H·E]; None if the projection is not found or has another width."""
@@ -218,3 +221,8 @@ class OutputColumns:
         if weight is None or weight.is_meta or weight.shape[1] != layer.heads * layer.value_dim:
             return None
         return torch.linalg.vector_norm(weight.detach(), torch.inf, dim=0)
+
+
+def _mark_unused(layer: Layer, columns: Tensor) -> None:
+    largest = columns.view(layer.heads, -1).amax(1)
+    layer.unused_heads = (largest <= NOTHING * largest.amax()).nonzero().flatten().tolist()

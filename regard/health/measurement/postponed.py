@@ -15,7 +15,8 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.measurement import norms
-from regard.health.measurement.direct_call import PackedStatistics, has_equal_batches, is_plain
+from regard.health.measurement.direct_call import has_equal_batches, is_plain, stack_statistics
+from regard.health.measurement.recorder import BatchReading
 from regard.health.readings.layer_reading import LayerReading, empty_sums, parts_of
 from regard.scores import resolve_scale
 from regard.statistics import NAMES
@@ -64,6 +65,7 @@ class PostponedCall:
     call: Call
     own: Tensor  # [B, H, M, E]
     copied: torch.cuda.Event | None  # when the model's stream has got as far
+    limit: float  # of the relative difference
 
     @property
     def kind(self) -> tuple:
@@ -78,85 +80,50 @@ class PostponedCall:
         return self.call.q.nbytes + self.call.k.nbytes + self.call.v.nbytes + self.own.nbytes
 
 
-@dataclass
-class Together:
-    """The measurement of several layers of one shape, a row for each."""
-
-    FETCHED = "flat", "histogram", "differences", "low", "high", "sizes"  # on the device until a copy replaces them
-
-    keys: list[Key]
-    sequences: int
-    flat: Tensor  # [L, F], as in `LayerReading`
-    histogram: Tensor  # [L, S, H, bins]
-    differences: Tensor  # [L, H]
-    low: Tensor  # [L·B, G, E]: see `norms.value_range`
-    high: Tensor
-    sizes: Tensor  # [3, L, H] sums of ‖q‖, ‖k‖ and ‖v‖ over rows
-    rows: int  # behind each of those sums
-
-    def reading(self, at: int) -> LayerReading:
-        """Returns the reading of one layer."""
-        return LayerReading.from_sums(self.histogram.shape[2], self.flat[at], self.histogram[at])
-
-    def values(self, at: int) -> norms.Range:
-        """Returns the range of one layer's values."""
-        own = slice(at * self.sequences, (at + 1) * self.sequences)
-        return self.low[own], self.high[own]
-
-
-def measure_together(calls: Sequence[PostponedCall], measure: Measure) -> Together:
-    """Measures calls of one kind as the sequences of one batch."""
-    first, many = calls[0].call, len(calls)
-    batch, heads, queries, _ = first.q.shape
+def measure_together(calls: Sequence[PostponedCall], measure: Measure) -> list[BatchReading]:
+    """Measures calls of one kind as the sequences of one batch; returns the reading of each."""
+    first, layers = calls[0].call, len(calls)
+    heads, device = first.q.shape[1], first.q.device
     q, k, v = (torch.cat([getattr(one.call, name) for one in calls]) for name in ("q", "k", "v"))
-    own = torch.cat([one.own for one in calls])
-    with torch.autocast(q.device.type, enabled=False):  # all of it is in autocast's dtype already
-        rebuilt, stats = measure(replace(first, q=q, k=k, v=v))
-    device = q.device
-    found = Together(
-        [one.key for one in calls],
-        batch,
-        empty_sums(heads, device).repeat(many, 1),
-        torch.zeros((many, *LayerReading.histogram_shape(heads)), dtype=torch.int64, device=device),
-        torch.empty(0),
-        *norms.value_range(v),
-        torch.stack([_sum_norms(x, many, heads) for x in (q, k, v)]),
-        batch * queries,
-    )
+    whole, own = replace(first, q=q, k=k, v=v), torch.cat([one.own for one in calls])
+    with torch.autocast(device.type, enabled=False):  # all of it is in autocast's dtype already
+        rebuilt, stats = measure(whole)
+    flat = empty_sums(heads, device).repeat(layers, 1)  # [L, F], as in `LayerReading`
+    histogram = torch.zeros((layers, *LayerReading.histogram_shape(heads)), dtype=torch.int64, device=device)
+    norms.add_norms(flat, q, k, v)
     add = _add_on_gpu if device.type == "cuda" else _add_layer_by_layer
-    add(found, replace(first, q=q, k=k, v=v), own, rebuilt, stats)
-    return found
+    differences, values = add(flat, histogram, whole, own, rebuilt, stats), norms.value_spread(v, layers)
+    return [
+        BatchReading(
+            LayerReading.from_sums(heads, flat[at], histogram[at]), one.limit, differences[at], values=values[:, at]
+        )
+        for at, one in enumerate(calls)
+    ]
 
 
-def row_norms(x: Tensor) -> Tensor:
-    """Returns ‖x‖ of every row, in float32."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).float()
-
-
-def _sum_norms(x: Tensor, layers: int, heads: int) -> Tensor:
-    """Returns the sums of ‖x‖ over the rows of each layer and query head, [L, H]."""
-    sums = row_norms(x).unflatten(0, (layers, -1)).sum((1, 3))
-    return sums if sums.shape[1] == heads else sums.repeat_interleave(heads // sums.shape[1], 1)
-
-
-def _add_on_gpu(found: Together, call: Call, own: Tensor, rebuilt: Tensor, stats: Mapping[str, Tensor]) -> None:
+def _add_on_gpu(
+    flat: Tensor, histogram: Tensor, call: Call, own: Tensor, rebuilt: Tensor, stats: Mapping[str, Tensor]
+) -> Tensor:
+    """Adds what was measured to the readings of all layers; returns the relative differences, [L, H]."""
     from regard.health.measurement import gpu_norms, gpu_reading
 
-    many, heads = len(found.keys), call.q.shape[1]
-    packed = stats.packed if isinstance(stats, PackedStatistics) else torch.stack([stats[name] for name in NAMES])
-    gpu_reading.update_layers(found.flat, found.histogram, packed, None, 0)
+    layers, heads = len(flat), call.q.shape[1]
+    gpu_reading.update_layers(flat, histogram, stack_statistics(stats), None, 0)
     parts, scale = parts_of(heads), float(resolve_scale(call.options.get("scale"), call.q.shape[-1]))
     gpu_norms.add_predicted_variance(
-        found.flat, parts["predicted"][0], parts["calls"][0], call.q, call.k, None, norms.strides_of(call), False, scale
+        flat, parts["predicted"][0], parts["calls"][0], call.q, call.k, None, norms.strides_of(call), False, scale
     )
-    found.differences = gpu_norms.relative_difference(own, rebuilt, None, many).view(many, heads)
+    return gpu_norms.relative_difference(own, rebuilt, None, layers).view(layers, heads)
 
 
-def _add_layer_by_layer(found: Together, call: Call, own: Tensor, rebuilt: Tensor, stats: Mapping[str, Tensor]) -> None:
+def _add_layer_by_layer(
+    flat: Tensor, histogram: Tensor, call: Call, own: Tensor, rebuilt: Tensor, stats: Mapping[str, Tensor]
+) -> Tensor:
     differences = []
-    for at in range(len(found.keys)):
-        part = slice(at * found.sequences, (at + 1) * found.sequences)
-        reading = found.reading(at).update({name: stats[name][part] for name in NAMES})
+    sequences = len(own) // len(flat)
+    for at, sums in enumerate(zip(flat, histogram, strict=True)):
+        part = slice(at * sequences, (at + 1) * sequences)
+        reading = LayerReading.from_sums(call.q.shape[1], *sums).update({name: stats[name][part] for name in NAMES})
         norms.add_predicted_variance(reading, replace(call, q=call.q[part], k=call.k[part], v=call.v[part]), None)
         differences.append(norms.relative_difference(own[part], rebuilt[part], None))
-    found.differences = torch.stack(differences)
+    return torch.stack(differences)

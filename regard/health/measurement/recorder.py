@@ -18,7 +18,7 @@ from regard.health.findings.eval_dropout import DROPS
 from regard.health.measurement import norms, query_rows
 from regard.health.measurement.direct_call import attention_directly
 from regard.health.measurement.gates import gate_sums, gates_of_heads
-from regard.health.measurement.side_stream import SideStream, fetch_to_host, record_event
+from regard.health.measurement.side_stream import HostCopies, SideStream, record_event
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.what_if import WhatIf
 from regard.scores import resolve_scale
@@ -38,7 +38,7 @@ class BatchReading:
     sampled: bool = False  # did the model go on with the rebuilt output?
     what_if: dict[str, LayerReading] = field(default_factory=dict)
     masks: list[query_rows.MaskSummary] = field(default_factory=list)  # of its calls, those with anomalies
-    values: list[norms.Range] = field(default_factory=list)  # of its calls
+    values: Tensor | None = None  # [2, G]: see `norms.value_spread`
     done: torch.cuda.Event | None = None  # the end of the reading, if a GPU takes it on the side stream
     empty_rows: Tensor | None = None  # [H] without padding
 
@@ -49,6 +49,16 @@ class BatchReading:
 
     def add_difference(self, difference: Tensor) -> None:
         self.difference = difference if self.difference is None else torch.maximum(self.difference, difference)
+
+    def add_values(self, values: Tensor) -> None:
+        self.values = values if self.values is None else torch.maximum(self.values, values)
+
+    def add(self, other: BatchReading) -> None:
+        """Adds what other calls of the layer were measured to have, by reading, difference and values."""
+        self.reading = self.reading.merge(other.reading)
+        if other.difference is not None and other.values is not None:
+            self.add_difference(other.difference)
+            self.add_values(other.values)
 
 
 @dataclass
@@ -101,7 +111,7 @@ class Layer:
     sampled: bool = False
     anomalies: set[str] = field(default_factory=set)  # of its masks, see `MaskSummary`; and dropout in evaluation
     empty_rows: list[int] = field(default_factory=list)  # per head, without padding; an empty list means none
-    values: list[tuple[float, float]] = field(default_factory=list)  # per head: see `norms.value_spreads`
+    values: list[tuple[float, float]] = field(default_factory=list)  # per head: see `norms.value_spread`
     unused_heads: list[int] = field(default_factory=list)  # the heads that nothing reads: see `norms.OutputColumns`
     not_finite: list[int] = field(default_factory=list)  # the heads that were so, where that is the reason
     three_dims: bool = False  # were its calls of three dims?
@@ -218,12 +228,13 @@ class Recorder:
         """
         self._read_unread()  # which sets differences
         batch, self._batch = {key: one for key, one in self._batch.items() if one.difference is not None}, {}
+        copies = HostCopies()
+        for one in batch.values():
+            copies.add_attributes(one, "difference", "values")
         with self.on_side_stream():
-            fetched = fetch_to_host([one.difference for one in batch.values() if one.difference is not None])
-            differences = [x.tolist() for x in fetched]
-            values = norms.value_spreads(
-                [one.values for one in batch.values()], [self.layers[key].heads for key in batch]
-            )
+            copies.start()
+        copies.finish()
+        differences = [one.difference.tolist() for one in batch.values() if one.difference is not None]
         self._side.join()
         must_repeat = False
         for (key, one), heads in zip(batch.items(), differences, strict=True):
@@ -233,10 +244,11 @@ class Recorder:
                 self.layers[key].mark_unmeasured(reason, not_finite)
                 must_repeat |= one.sampled
         if not must_repeat:
-            for (key, one), heads, spreads in zip(batch.items(), differences, values, strict=True):
+            for (key, one), heads in zip(batch.items(), differences, strict=True):
                 layer = self.layers[key]
                 if layer.reason is None:
-                    layer.add_values(spreads)
+                    if one.values is not None:
+                        layer.add_values(one.values.repeat_interleave(layer.heads // one.values.shape[1], 1).T.tolist())
                     if layer.add_batch(one, max(heads, default=0.0)):
                         self._side.mark(one.reading.flat.device)
         return must_repeat
@@ -360,7 +372,7 @@ class Recorder:
         batch.reading.update(stats, rows, start)
         norms.add_predicted_variance(batch.reading, call, rows)
         if call.v.numel():
-            batch.values.append(norms.value_range(call.v))
+            batch.add_values(norms.value_spread(call.v)[:, 0])
 
     def _measure_what_if(self, layer: Layer, batch: BatchReading, call: Call, rows: Tensor | None, start: int) -> None:
         for change in self.what_if:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,13 +33,6 @@ def after_event(event: torch.cuda.Event, device: torch.device) -> Iterator[None]
         yield
 
 
-def fetch_to_host(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns tensors of one dim on the CPU, with one wait if they share their device."""
-    if len({(x.device, x.dtype) for x in tensors}) == 1:
-        return torch.cat(list(tensors)).cpu().split([len(x) for x in tensors])
-    return [x.cpu() for x in tensors]
-
-
 class HostCopies:
     """Copies of tensors on the host: `add` them, `start`, and `finish` when they are needed.
 
@@ -55,6 +48,12 @@ class HostCopies:
     def add(self, x: torch.Tensor, receive: Callable[[torch.Tensor], object]) -> None:
         """Adds a tensor and who receives its copy; on a CPU, the tensor itself."""
         self._wanted.append((x, receive))
+
+    def add_attributes(self, owner: object, *names: str) -> None:
+        """Adds tensors that are attributes of an object, in whose place the copies are put; None is left out."""
+        for name in names:
+            if (x := getattr(owner, name)) is not None:
+                self.add(x, partial(setattr, owner, name))
 
     def start(self) -> None:
         """Starts the copies, after what the current stream was given so far."""

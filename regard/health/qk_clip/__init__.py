@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from regard.health.qk_clip.clipping import Clip, Clipped, check_arguments, clip_observed
-from regard.health.qk_clip.max_logits import OBSERVERS, observe, remove_copied_hooks
+from regard.health.qk_clip.max_logits import observe, stop
 from regard.health.qk_clip.training import QKClip
 
 __all__ = ["Clip", "Clipped", "QKClip", "qk_clip", "stop"]
@@ -72,14 +72,6 @@ def qk_clip(
     """
     check_arguments(model, threshold)
     return clip_observed(model, observe(model), threshold, group=group, names=names)
-
-
-def stop(model: nn.Module) -> None:
-    """Stops observing `model` for `qk_clip`; the model is as it was."""
-    observer = OBSERVERS.pop(model, None)
-    if observer is not None:
-        observer.close()
-    remove_copied_hooks(model)
 
 
 qk_clip.stop = stop  # type: ignore[attr-defined]

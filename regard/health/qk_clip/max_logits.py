@@ -1,39 +1,41 @@
-"""Records the largest logits of a model's training forwards as they run."""
+"""Records the largest logits of a model's training forwards as they run, and reduces them over ranks.
+
+Ranks may run other layers (layer drop), in another order.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from regard._core.attention import attention
-from regard.health.capture.call import NESTED, UNDER_VMAP, Call
-from regard.health.capture.interception import ForwardInterceptions, Interception, as_written, close_scope, open_scope
-from regard.health.qk_clip.ranks import RankReduction
+from regard.health.capture.call import UNDER_VMAP, Call
+from regard.health.capture.interception import ForwardInterceptions, as_written
+from regard.health.measurement.side_stream import HostCopies
 from regard.nn import MultiheadAttention
 from regard.nn.projections import bounded_scores_reason
+
+Shapes = dict[str, tuple[int, int]]  # layer -> query heads and their width
 
 
 class MaxLogits:
     """Observes the training forwards of a model: the largest logit of every head since `take` was last called."""
 
     def __init__(self, model: nn.Module) -> None:
-        remove_copied_hooks(model)
         self.largest: dict[str, Tensor] = {}  # layer -> [H]
-        self.shapes: dict[str, tuple[int, int]] = {}  # layer -> query heads and their width
+        self.shapes: Shapes = {}
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be read
         self.forwards = 0
         self._ranks = RankReduction()
         self._version: int | None = None  # of the weights, at the end of the last `qk_clip`
-        self._scope: contextlib.AbstractContextManager | None = None
         self._interceptions = ForwardInterceptions()
-        self._interception: Interception | None = None  # of the forward that runs
         self.regard_modules = {
             name: weakref.ref(module)
             for name, module in as_written(model).named_modules()
@@ -50,7 +52,7 @@ class MaxLogits:
 
     def close(self) -> None:
         """Removes the hooks."""
-        close_scope(self._scope)
+        self._interceptions.close(succeeded=False)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -71,7 +73,7 @@ class MaxLogits:
 
     def read_modules(self) -> None:
         """Adds the training calls that `regard.nn` modules remember and that were not observed."""
-        close_scope(self._scope)  # of a forward that Ctrl-C ended
+        self._interceptions.close(succeeded=False)  # of a forward that Ctrl-C ended
         self._ask_modules(True)
         for name, module in self.regard_modules.items():
             for thread in list(getattr(module(), "_last", ())):
@@ -106,29 +108,29 @@ class MaxLogits:
     def take(self, model: nn.Module, group: Any) -> dict[str, Tensor]:
         """Returns layer → largest logits [H], the same on every rank, and forgets them; no wait for a GPU.
 
-        Attention that is missed on one rank alone (layer drop) is not missed; what all ranks miss is raised at the next
-        call.
+        Attention that one rank alone misses (layer drop) is not missed.
         """
-        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        is_distributed = dist.is_available() and dist.is_initialized()
         complaint = self._complaint(model)
-        if complaint is not None and not is_distributed:
-            raise _nothing_seen(complaint)
-        if self._ranks.saw_nothing():
-            raise _nothing_seen("before the last call for this model, no rank saw an attention call")
         found, self.largest, self.forwards = self.largest, {}, 0
-        if not is_distributed:
-            return found
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        reduced, late = self._ranks.reduce(found, self.shapes, group, device, complaint is not None)
+        reduced, late = found, set[str]()
+        if is_distributed:
+            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+            reduced, late = self._ranks.reduce(found, self.shapes, group, device)
         if complaint is not None and not reduced:
-            raise _nothing_seen(complaint)
+            raise ValueError(
+                f"qk_clip: {complaint}. It captures regard.nn, torch's nn.MultiheadAttention and "
+                "scaled_dot_product_attention, and attention layers of transformers, in forwards of the module that it "
+                "is given. If torch.compile returned the module that runs, pass that; a module compiled in place, or "
+                "called in parts, works with regard.nn alone"
+            )
         for name in late:
             self._add_largest(name, found[name])
         return reduced
 
     def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
         output = run_original()
-        if call.obstacle in (UNDER_VMAP, NESTED):
+        if (call.obstacle is not None and call.kind != "regard") or call.obstacle == UNDER_VMAP:
             self.unseen[name] = call.obstacle
             return output
         if self._read_module(name, threading.get_ident()):  # the call itself has its temperature in the scale
@@ -158,19 +160,62 @@ class MaxLogits:
     def _begin_forward(self, module: nn.Module, inputs: tuple) -> None:
         if torch.compiler.is_compiling() or not self._hooks:
             return
-        close_scope(self._scope)  # of a forward that Ctrl-C ended
+        self._interceptions.close(succeeded=False)
         if module.training and torch.is_grad_enabled():
             self.forwards += 1
-            interception = self._interception = self._interceptions.make(module, self)
-            self._scope = interception.in_forward()
-            open_scope(self._scope)
+            self._interceptions.open(module, self)
 
     def _end_forward(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         if self._hooks and not torch.compiler.is_compiling():
-            close_scope(self._scope)
-            if self._interception is not None and output is not None:
-                self._interceptions.learn(self._interception)
-            self._scope = self._interception = None
+            self._interceptions.close(succeeded=output is not None)
+
+
+class RankReduction:
+    """Takes the maximum over ranks in one collective over every layer that any rank has seen.
+
+    The ranks exchange the list of layers while it is empty, and again after a call in which one of them met a new
+    layer: a flag for that travels with the logits and is read at the next call, so that no rank waits for its GPU.
+    """
+
+    def __init__(self) -> None:
+        self.agreed: Shapes = {}
+        self._met_new_layer = False
+        self._copies = HostCopies()  # of the flag
+
+    def reduce(
+        self, found: Mapping[str, Tensor], shapes: Shapes, group: Any, device: torch.device
+    ) -> tuple[dict[str, Tensor], set[str]]:
+        """Returns layer → [H], the same on every rank, and the layers of `found` that wait for the next call.
+
+        `found`: the logits of this rank; `shapes`: of all layers it has ever seen, to which others' are added.
+        """
+        self._copies.finish()
+        if self._met_new_layer or not self.agreed:
+            self._exchange_layers(shapes, group)
+        if not self.agreed:
+            return {}, set()
+        late = {name for name in found if self.agreed.get(name) != shapes[name]}
+        device = next((largest.device for largest in found.values()), device)
+        parts = [torch.full((1,), float(bool(late)), device=device)]  # no copy from the host to wait for
+        for name, (heads, _) in self.agreed.items():
+            seen = name in found and name not in late
+            parts.append(found[name].to(device) if seen else torch.full((heads,), -math.inf, device=device))
+        joined = torch.cat(parts)
+        dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
+        flag, *parts = joined.split([1, *(heads for heads, _ in self.agreed.values())])
+        self._copies.add(flag, self._receive_flag)
+        self._copies.start()
+        reduced = zip(self.agreed, parts, strict=True)
+        return {name: largest for name, largest in reduced if self.agreed[name] == shapes[name]}, late
+
+    def _receive_flag(self, flag: Tensor) -> None:
+        self._met_new_layer |= bool(flag > 0)
+
+    def _exchange_layers(self, shapes: Shapes, group: Any) -> None:
+        gathered: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, shapes, group=group)
+        self.agreed, self._met_new_layer = dict(sorted(item for one in gathered for item in one.items())), False
+        shapes.update({name: shape for name, shape in self.agreed.items() if name not in shapes})
 
 
 def observe(model: nn.Module) -> MaxLogits:
@@ -181,20 +226,11 @@ def observe(model: nn.Module) -> MaxLogits:
     return observer
 
 
-def remove_copied_hooks(model: nn.Module) -> None:
-    """Removes the hooks that a copy of an observed model, or one loaded from a file, has brought along."""
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
-        for at in [at for at, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), MaxLogits)]:
-            del hooks[at]
-            model._forward_hooks_always_called.pop(at, None)
-
-
-def _nothing_seen(complaint: str) -> ValueError:
-    return ValueError(
-        f"qk_clip: {complaint}. It captures regard.nn, torch's nn.MultiheadAttention and scaled_dot_product_attention, "
-        "and attention layers of transformers, in forwards of the module that it is given. If torch.compile returned "
-        "the module that runs, pass that; a module compiled in place, or called in parts, works with regard.nn alone"
-    )
+def stop(model: nn.Module) -> None:
+    """Stops observing `model` for `qk_clip`; the model is as it was."""
+    observer = OBSERVERS.pop(model, None)
+    if observer is not None:
+        observer.close()
 
 
 def weights_version(model: nn.Module) -> int:

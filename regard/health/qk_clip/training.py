@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.qk_clip.clipping import Clipped, check_arguments, clip_observed
-from regard.health.qk_clip.max_logits import OBSERVERS, observe, remove_copied_hooks
+from regard.health.qk_clip.max_logits import observe, stop
 from regard.health.qk_clip.weights import Masters
 from regard.health.watching.writers import make_writer
 from regard.nn.projections import NotFound
@@ -109,10 +109,7 @@ class QKClip:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        observer = OBSERVERS.pop(self.model, None)
-        if observer is not None:
-            observer.close()
-        remove_copied_hooks(self.model)
+        stop(self.model)
 
     def __enter__(self) -> QKClip:
         return self

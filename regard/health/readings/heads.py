@@ -7,12 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from regard.health.measurement.gates import gate_numbers
 from regard.health.measurement.recorder import Layer, Recorder
-from regard.health.measurement.side_stream import after_event
+from regard.health.measurement.side_stream import HostCopies, after_event
 from regard.health.readings.histogram import ROW, Spreads
 from regard.health.readings.layer_reading import LayerReading, spreads_of, stack_parts
 
@@ -192,23 +190,12 @@ def dissimilarity(readings: Sequence[LayerReading]) -> np.ndarray:
 
 def fetch_readings(readings: Sequence[LayerReading]) -> list[LayerReading]:
     """Returns the readings on the CPU, with one wait for each device they are on."""
-    together: dict[tuple, list[int]] = {}
-    for at, reading in enumerate(readings):
-        together.setdefault((reading.heads, reading.flat.device), []).append(at)
-    copies = {}
-    for (heads, device), own in together.items():
-        if device.type == "cuda":
-            stacks = (torch.stack([getattr(readings[at], name) for at in own]) for name in ("flat", "histogram"))
-            copies[heads, device] = [_copy_to_host(stack) for stack in stacks]
-    for device in {device for _, device in copies}:
-        torch.cuda.current_stream(device).synchronize()
-    moved = list(readings)
-    for (heads, device), (flats, histograms) in copies.items():
-        for at, flat, histogram in zip(together[heads, device], flats, histograms, strict=True):
-            moved[at] = LayerReading.from_sums(heads, flat, histogram)
+    moved = [
+        LayerReading.from_sums(one.heads, one.flat, one.histogram) if one.flat.is_cuda else one for one in readings
+    ]
+    copies = HostCopies()
+    for one in moved:
+        copies.add_attributes(one, "flat", "histogram")
+    copies.start()
+    copies.finish()
     return moved
-
-
-def _copy_to_host(x: Tensor) -> Tensor:
-    """Starts a copy of x into pinned memory, without waiting for it."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

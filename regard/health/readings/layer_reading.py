@@ -8,11 +8,12 @@ so that batches, or ranks, may come in any order. Every sum but the histogram is
 is fetched at once. Curves are kept over bins of positions: one each for the first 16, then 8 to an octave.
 
 >>> import regard, torch
->>> from regard.health.readings.layer_reading import LayerReading
+>>> from regard.health.readings.layer_reading import LayerReading, spreads_of
 >>> q = k = v = torch.randn(1, 2, 16, 8)
 >>> _, stats = regard.attention(q, k, v, return_stats=True)
 >>> reading = LayerReading(heads=2).update(stats)
->>> bool((reading.spread("entropy", head=0).mean - stats.entropy[0, 0].mean()).abs() < 1e-6)
+>>> first_head, _ = spreads_of([reading])[0]
+>>> bool((first_head["entropy"].mean - stats.entropy[0, 0].mean()).abs() < 1e-6)
 True
 """
 
@@ -27,10 +28,11 @@ import torch
 from torch import Tensor
 
 from regard.health.readings import histogram
-from regard.health.readings.histogram import BINS, DERIVED, NAMES, ROW, Spread, Spreads
+from regard.health.readings.histogram import BINS, DERIVED, NAMES, ROW, Spreads
 
 COMPARED = 1024  # rows of a call that are compared, at least
-ADDED = ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls")  # merge by adding
+ADDED = ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls", "norms",
+         "norm_rows")  # fmt: skip  # merge by adding
 LEAST_KEYS = 4  # a fingerprint needs a row that has a choice
 CURVES = ("entropy_ratio", "max_weight", "distance")  # followed over the query's position
 POSITIONS = 144  # bins of positions, up to 2²⁰
@@ -53,6 +55,8 @@ def _shapes(heads: int) -> dict[str, tuple[int, ...]]:
         compared=(heads,),  # rows behind products
         predicted=(heads,),  # Σ over calls of the logit variance that the norms predict
         calls=(),  # behind predicted
+        norms=(3, heads),  # Σ ‖q‖, ‖k‖ and ‖v‖ over rows, where a monitor asks for them
+        norm_rows=(2,),  # queries and keys behind norms
     )
 
 
@@ -111,6 +115,8 @@ class LayerReading:
     compared: Tensor
     predicted: Tensor
     calls: Tensor
+    norms: Tensor
+    norm_rows: Tensor
 
     def __init__(self, heads: int, device: torch.device | str = "cpu") -> None:
         self.heads = heads
@@ -249,14 +255,6 @@ class LayerReading:
         reading = object.__new__(cls)
         reading.__dict__.update(heads=heads, flat=flat, histogram=histogram)
         return reading
-
-    def spread(self, name: str, head: int) -> Spread:
-        """Returns the spread of one statistic of one head."""
-        return self.spreads()[head][name]
-
-    def spreads(self) -> list[Spreads]:
-        """Returns every statistic's spread per head; of a reading on the CPU."""
-        return spreads_of([self])[0]
 
     def curves(self, head: int) -> dict[str, list[tuple[int, float]]]:
         """Returns [(position, mean)] of the statistics in CURVES, where any row was counted."""

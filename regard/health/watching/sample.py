@@ -76,15 +76,15 @@ def empty_table(heads: int) -> Tensor:
     return torch.tensor([EMPTY_ROW], dtype=torch.float64).repeat(heads, 1)
 
 
-def fill_table(table: Tensor, reading: LayerReading, norms: Mapping[str, tuple[Tensor, int]]) -> None:
-    """Writes a layer's reading (on the CPU) and its norms (name → sums [heads], rows) into its table."""
+def fill_table(table: Tensor, reading: LayerReading) -> None:
+    """Writes a layer's reading (on the CPU) into its table."""
     cells = table.numpy()
     cells[:, [AT["rows"], AT["ratio_rows"]]] = reading.count.numpy()[[ROW["visible_keys"], ROW["entropy_ratio"]]].T
     cells[:, AT["max_logit"]] = reading.high.numpy()[ROW["max_logit"]]
     cells[:, [AT[name] for name in READ]] = reading.mean.numpy()[[ROW[name] for name in READ]].T
-    for name, (sums, count) in norms.items():
-        cells[:, AT[name]] = sums.numpy() / max(count, 1)
-        cells[:, AT[MEANS[name]]] = count
+    cells[:, [AT["query_rows"], AT["key_rows"]]] = queries, keys = reading.norm_rows.numpy()
+    for name, sums, count in zip(NORMS, reading.norms.numpy(), (queries, keys, keys), strict=True):
+        cells[:, AT[name]] = sums / max(count, 1.0)
 
 
 def merge_tables(tables: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A recorder that measures its own cost and never makes a training step fail."""
+"""Recorders that measure their own cost and never make a training step fail: of all numbers, or the largest logit."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import regard
 from regard.health.capture.call import Call
 from regard.health.capture.interception import running_frame, uncaptured
-from regard.health.measurement.norms import Range
+from regard.health.findings import collapsed, dead, diffuse, dying_gradient, exploding_logits, scale_off
+from regard.health.findings._finding import LOGIT_LIMIT, HeadList, positional_heads
+from regard.health.measurement.norms import add_norms
 from regard.health.measurement.postponed import (
     MOST_BYTES,
     PostponedCall,
-    Together,
     can_wait,
     copy_first,
     measure_together,
-    row_norms,
 )
 from regard.health.measurement.recorder import HEADS_CHANGE, BatchReading, Layer, Recorder
 from regard.health.measurement.side_stream import HostCopies, record_event
+from regard.health.readings.heads import heads_of
 from regard.health.readings.layer_reading import LayerReading
-from regard.health.watching.flags import mark_flags
-from regard.health.watching.sample import AT, NORMS, fill_table
+from regard.health.watching.sample import AT, fill_table
 
-Norms = dict[str, tuple[Tensor, int]]  # "q_norm", … -> sums over rows [heads], rows
+WATCHED = (exploding_logits, collapsed, dying_gradient, scale_off, dead, diffuse)
 
 
 class TimedRecorder(Recorder):
     """Counts the seconds beyond the model's own; a failed measurement is noted as the layer's reason.
 
     After each forward `end_forward` measures what was postponed (see `postponed.py`) and starts to fetch the numbers,
-    without a wait; `finish_batch` reads them. `norms`: layer key → norms of q, k and v.
+    without a wait; `finish_batch` reads them.
     """
 
     replaces = False
 
     def __init__(self, sequences: int | None = None) -> None:
         super().__init__(sequences=sequences)
-        self.norms: dict[tuple[str, int], Norms] = {}
         self._calls: list[tuple[Moment, Moment]] = []  # where observing a call began and ended
         self._own: list[tuple[Moment, Moment]] = []  # the same of what the model runs within
         self._is_on_gpu = False
         self._postponed: list[PostponedCall] = []
         self._bytes = 0  # of their copies
-        self._limits: dict[tuple[str, int], float] = {}  # of their differences
-        self._together: list[Together] = []
+        self._measured: list[tuple[tuple[str, int], BatchReading]] = []  # of postponed calls, by the layer's key
         self._copies = HostCopies()
 
     @property
@@ -99,20 +98,9 @@ class TimedRecorder(Recorder):
     def _observe(self, call: Call, name: str, run_model: Callable[[], Tensor]) -> Tensor:
         output = super().__call__(call, name, run_model)
         if self.layers[self.key].reason is None and call.obstacle is None:
-            self._add_norms(call if self.sequences is None else call.first_sequences(self.sequences))
+            small = call if self.sequences is None else call.first_sequences(self.sequences)
+            add_norms(self._batch[self.key].reading.flat[None], small.q, small.k, small.v)
         return output
-
-    def _add_norms(self, call: Call) -> None:
-        heads = call.q.shape[1]
-        for name, x in (("q_norm", call.q), ("k_norm", call.k), ("v_norm", call.v)):
-            sums = row_norms(x.detach()).sum((0, 2))
-            sums = sums.repeat_interleave(heads // len(sums))
-            self._add_norm(self.key, name, sums, x.shape[0] * x.shape[2])
-
-    def _add_norm(self, key: tuple[str, int], name: str, sums: Tensor, rows: int) -> None:
-        known = self.norms.setdefault(key, {})
-        before, count = known.get(name, (0.0, 0))
-        known[name] = before + sums, count + rows
 
     def _can_wait(self, call: Call, name: str) -> bool:
         """True if the call may be measured after the forward: a few sequences of it, all of whose rows count."""
@@ -124,15 +112,13 @@ class TimedRecorder(Recorder):
         if layer.reason is not None:
             return run_model()
         batch, heads, queries, _ = call.q.shape
-        if key in self._limits and layer.heads != heads:
-            return self._mark_unmeasured(key, HEADS_CHANGE, run_model)
         sequences = min(batch, self.sequences or batch)
-        self._limits[key] = self._describe(layer, call)
+        limit = self._describe(layer, call)
         self.rows.keep_all(sequences, queries)
         self._gated = running_frame(), (sequences, heads, queries, call.v.shape[3]), None
         small, output = copy_first(call, sequences), run_model()
         own = output.detach()[:sequences].clone()
-        self._postponed.append(PostponedCall(key, small, own, record_event(own.device)))
+        self._postponed.append(PostponedCall(key, small, own, record_event(own.device), limit))
         self._bytes += self._postponed[-1].bytes
         if self._bytes > MOST_BYTES:
             self._measure_postponed()
@@ -148,7 +134,9 @@ class TimedRecorder(Recorder):
             with torch.no_grad(), uncaptured(), self._side(device, calls, after=calls[-1].copied):
                 before = Moment.on(device)
                 try:
-                    self._together.append(measure_together(calls, self._measure))
+                    self._measured += zip(
+                        (one.key for one in calls), measure_together(calls, self._measure), strict=True
+                    )
                 except Exception as error:
                     for one in calls:
                         self._note_failure(one.key, error)
@@ -173,82 +161,101 @@ class TimedRecorder(Recorder):
 
     def _copy_to_host(self, copies: HostCopies) -> None:
         """Adds all tensors that this recorder has on a device."""
-        for one in self._together:
-            for name in one.FETCHED:
-                copies.add(getattr(one, name), partial(setattr, one, name))
-        for batch in self._batch.values():
+        for batch in (*self._batch.values(), *(batch for _, batch in self._measured)):
             batch.reading = LayerReading.from_sums(batch.reading.heads, batch.reading.flat, batch.reading.histogram)
-            for name in ("flat", "histogram"):
-                copies.add(getattr(batch.reading, name), partial(setattr, batch.reading, name))
-            for name in ("difference", "empty_rows"):
-                if (x := getattr(batch, name)) is not None:
-                    copies.add(x, partial(setattr, batch, name))
+            copies.add_attributes(batch.reading, "flat", "histogram")
+            copies.add_attributes(batch, "difference", "empty_rows", "values")
             for mask in batch.masks:
                 for name, x in mask.anomalies.items():
                     copies.add(x, partial(setitem, mask.anomalies, name))
-            for at, ends in enumerate(batch.values):
-                copies.add(torch.stack(ends), partial(_set_range, batch.values, at))
         for layer in self.layers.values():
-            if layer.gates is not None:
-                copies.add(layer.gates, partial(setattr, layer, "gates"))
-        for norms in self.norms.values():
-            for name, (sums, rows) in norms.items():
-                copies.add(sums, partial(_set_norm, norms, name, rows))
+            copies.add_attributes(layer, "gates")
 
     def finish_batch(self) -> bool:
         """Reads the numbers of the forward, and keeps those of layers that passed the fidelity check."""
         self._copies.finish()
-        for one in self._together:
-            for at, key in enumerate(one.keys):
-                if self.layers[key].reason is None:
-                    self._add_measured(key, one, at)
-        self._together = []
+        for key, batch in self._measured:
+            known = self._batch.setdefault(key, batch)
+            if known.reading.heads != batch.reading.heads:
+                self.layers[key].mark_unmeasured(HEADS_CHANGE)
+            elif known is not batch:
+                known.add(batch)
+        self._measured = []
         return super().finish_batch()
-
-    def _add_measured(self, key: tuple[str, int], one: Together, at: int) -> None:
-        """Adds a postponed call to the readings of its layer."""
-        batch = BatchReading(one.reading(at), self._limits[key], one.differences[at], values=[one.values(at)])
-        known = self._batch.setdefault(key, batch)
-        if known is not batch and known.reading.heads != batch.reading.heads:
-            self.layers[key].mark_unmeasured(HEADS_CHANGE)
-            return
-        if known is not batch:
-            known.reading = known.reading.merge(batch.reading)
-            known.add_difference(one.differences[at])
-            known.values += batch.values
-        for name, sums in zip(NORMS, one.sizes[:, at], strict=True):
-            self._add_norm(key, name, sums, one.rows)
 
     def fill(self, layer: Layer, table: Tensor) -> None:
         """Writes the numbers of a measured layer into its table."""
         if layer.reading is not None:
-            fill_table(table, layer.reading, self.norms_of(layer))
+            fill_table(table, layer.reading)
         if layer.gates is not None:
             count, total, _ = layer.gates
             table[:, AT["gate_rows"]], table[:, AT["gate"]] = count, total / count.clamp_min(1.0)
 
     def mark_flags(self, layers: list[Layer], tables: dict[int, Tensor]) -> None:
-        """Writes the findings of all heads into the tables, by the layers' index."""
-        mark_flags(layers, tables)
-
-    def norms_of(self, layer: Layer) -> Norms:
-        """Returns the norms of a layer; those of all uses where they were merged."""
-        found: Norms = {}
-        for (name, use), known in self.norms.items():
-            if name == layer.name and (layer.together or use == layer.use):
-                for norm, (sums, rows) in known.items():
-                    before, count = found.get(norm, (0.0, 0))
-                    found[norm] = before + sums, count + rows
-        return found
-
-
-def _set_range(ranges: list[Range], at: int, ends: Tensor) -> None:
-    low, high = ends
-    ranges[at] = low, high
+        """Writes the number of each finding (but no notes) into the tables, by the layers' index."""
+        heads = HeadList(heads_of(layers))
+        if not heads:
+            return
+        for module in WATCHED:
+            find = getattr(module, "find_warnings", None) or getattr(module, "find", None)
+            for finding in find(heads) if find is not None else module.find_in_layers(layers):
+                if finding.severity != "note":
+                    for (index, head), number in zip(finding.places, finding.measured, strict=True):
+                        tables[index][head, AT[module.KIND]] = number
+        for head in positional_heads(heads)[1]:
+            tables[head.index][head.head, AT["positional"]] = 1.0
 
 
-def _set_norm(norms: Norms, name: str, rows: int, sums: Tensor) -> None:
-    norms[name] = sums, rows
+class MaxLogitRecorder(TimedRecorder):
+    """Records the largest logit of every head in one pass over q and k; all uses of a module are one layer."""
+
+    def __init__(self, sequences: int | None = None) -> None:
+        super().__init__(sequences)
+        self.largest: dict[tuple[str, int], Tensor] = {}  # layer key -> [heads]
+
+    def _observe(self, call: Call, name: str, run_model: Callable[[], Tensor]) -> Tensor:
+        self.key = name, 0
+        layer = self.layers.setdefault(self.key, Layer(name, len(self.layers)))
+        output = run_model()
+        if call.obstacle is not None:
+            layer.mark_unmeasured(call.obstacle)
+            return output
+        small = call if self.sequences is None else call.first_sequences(self.sequences)
+        q, k, v = (x.detach() for x in (small.q, small.k, small.v))
+        layer.heads = q.shape[1]
+        if q.numel() and k.numel():
+            with torch.no_grad():
+                stats = regard.attention(q, k, v, **small.arguments, return_stats=("max_logit",))[1]
+            largest = stats.max_logit.amax((0, 2)).float()
+            known = self.largest.get(self.key, largest)
+            self.largest[self.key] = torch.maximum(known, largest)
+        return output
+
+    def _can_wait(self, call: Call, name: str) -> bool:
+        return False
+
+    def _copy_to_host(self, copies: HostCopies) -> None:
+        for key, largest in self.largest.items():
+            copies.add(largest, partial(setitem, self.largest, key))
+
+    def finish_batch(self) -> bool:
+        """Reads the largest logits."""
+        self._copies.finish()
+        for key, largest in self.largest.items():
+            self.layers[key].not_finite = (largest.isnan() | largest.isposinf()).nonzero()[:, 0].tolist()
+        return False
+
+    def has_measured(self, layer: Layer) -> bool:
+        return (layer.name, 0) in self.largest
+
+    def fill(self, layer: Layer, table: Tensor) -> None:
+        largest = self.largest[layer.name, 0].double()
+        table[:, AT["rows"]] = (largest > -torch.inf).double()
+        table[:, AT["max_logit"]] = largest
+        table[:, AT["exploding logits"]] = torch.where(largest > LOGIT_LIMIT, largest, torch.nan)
+
+    def mark_flags(self, layers: list[Layer], tables: dict[int, Tensor]) -> None:
+        """Does nothing: the only flag is set in `fill`."""
 
 
 class Moment(NamedTuple):

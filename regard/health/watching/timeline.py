@@ -5,18 +5,15 @@ One HTML file without script and without network; the curves are SVG.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 
 from regard.health.findings._finding import LOGIT_LIMIT
 from regard.health.report.files import read_text
-from regard.health.report.page.document import escape
+from regard.health.report.page.document import escape, make_document
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 660, 200, 52, 12, 12, 26
 COLUMNS = 160  # of a map, at most; more samples are put together
@@ -104,15 +101,7 @@ def render(log: Log, title: str) -> str:
 {_draw_map(log, "max_logit", "Largest logit per layer; red beyond 100", _heat_of_logit)}
 {_draw_map(log, "entropy_ratio_min", "Entropy ratio of each layer's sharpest head; red below 0.02", _heat_of_ratio)}
 """
-    style = resources.files("regard.health.report.page").joinpath("page.css").read_text(encoding="utf-8") + STYLE
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>
-<style>{style}</style></head><body><main>
-{body}</main></body></html>
-"""
+    return make_document(title, body, style=STYLE)
 
 
 def _list_alarms(log: Log) -> str:

@@ -18,7 +18,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,42 +51,34 @@ class Several(Writer):
             writer.write_alarm(alarm)
 
 
-class JsonLines(Writer):
-    """One JSON object per line, appended to a file that is opened for each sample."""
+class RowWriter(Writer):
+    """Calls `send` with a list of dicts: one for the sample and one for each of its heads, or one for an alarm."""
 
-    def __init__(self, path: Path) -> None:
-        if not path.parent.is_dir():
-            raise ValueError(f"log: there is no folder {str(path.parent)!r}; create it first")
-        self.path = path
+    def __init__(self, send: Callable[[list[dict]], object]) -> None:
+        self.send = send
 
     def write(self, step: int, scalars: Scalars, rows: list[dict]) -> None:
-        self._append([{"step": step, **scalars}, *rows])
+        self.send([{"step": step, **scalars}, *rows])
 
     def write_alarm(self, alarm: dict) -> None:
-        self._append([alarm])
+        self.send([alarm])
 
-    def _append(self, objects: Iterable[dict]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({name: _json_number(x) for name, x in one.items()}) + "\n" for one in objects)
+
+def _write_lines(path: Path) -> Writer:
+    """Returns a writer of one JSON object per line, appended to a file that is opened for each sample."""
+    if not path.parent.is_dir():
+        raise ValueError(f"log: there is no folder {str(path.parent)!r}; create it first")
+
+    def append(rows: list[dict]) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({name: _json_number(x) for name, x in row.items()}) + "\n" for row in rows)
+
+    return RowWriter(append)
 
 
 def _json_number(x: Any) -> Any:
     """Returns `x`, or None if it is NaN or infinite, which JSON lacks."""
     return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-class FunctionWriter(Writer):
-    """Calls a function with a dict per sample, per head and per alarm."""
-
-    def __init__(self, function: Callable[[dict], object]) -> None:
-        self.function = function
-
-    def write(self, step: int, scalars: Scalars, rows: list[dict]) -> None:
-        for one in ({"step": step, **scalars}, *rows):
-            self.function(one)
-
-    def write_alarm(self, alarm: dict) -> None:
-        self.function(alarm)
 
 
 class TensorBoard(Writer):
@@ -139,7 +131,7 @@ def make_writer(log: Any) -> Writer:
     if log is None:
         return Writer()
     if isinstance(log, (str, os.PathLike)):
-        return JsonLines(Path(log))
+        return _write_lines(Path(log))
     if hasattr(log, "add_scalar"):
         return TensorBoard(log)
     has_log = callable(getattr(log, "log", None)) and not isinstance(log, logging.Logger)
@@ -154,7 +146,7 @@ def make_writer(log: Any) -> Writer:
     if has_log:
         return DictWriter(lambda scalars, step: log.log(scalars, step=step))
     if callable(log):
-        return FunctionWriter(log)
+        return RowWriter(lambda rows: [log(row) for row in rows])
     raise TypeError(
         "log must have add_scalar, log_metrics, or a log method that takes a dict, or be a path or a function, "
         f"got {type(log).__name__}"
@@ -172,14 +164,8 @@ class Trackers(Writer):
         for tracker in self.accelerator.trackers:
             if id(tracker) not in self._writers:
                 run = getattr(tracker, "tracker", None)
-                self._writers[id(tracker)] = (
-                    WeightsAndBiases(run) if hasattr(run, "define_metric") else DictWriter(_step_by_name(tracker))
-                )
+                self._writers[id(tracker)] = make_writer(run if hasattr(run, "define_metric") else tracker)
             self._writers[id(tracker)].write(step, scalars, rows)
-
-
-def _step_by_name(tracker: Any) -> Callable[[Scalars, int], object]:
-    return lambda scalars, step: tracker.log(scalars, step=step)
 
 
 def finite(scalars: Scalars) -> Scalars:

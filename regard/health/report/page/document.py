@@ -16,9 +16,9 @@ from importlib import resources
 from typing import Any
 
 
-def make_document(title: str, body: str, scripts: Sequence[str] = (), numbers: str = "") -> str:
-    """The file's text: `body` is HTML, `scripts` files of this folder, `numbers` the result of `pack`."""
-    code, style = "".join(map(_read, ("draw.js", *scripts))) if scripts else "", _read("page.css")
+def make_document(title: str, body: str, scripts: Sequence[str] = (), numbers: str = "", style: str = "") -> str:
+    """The file's text: `body` is HTML, `scripts` files of this folder, `numbers` the result of `pack`, `style` CSS."""
+    code, style = "".join(map(_read, ("draw.js", *scripts))) if scripts else "", _read("page.css") + style
     policy = (
         f"default-src 'none'; script-src {_hash(code) if code else _NONE}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"

@@ -64,6 +64,13 @@ def einsum_with_bias(q, k, v):
     return torch.einsum("b h i j, b j h d -> b i h d", sim.softmax(dim=-1, dtype=torch.float32), v)
 
 
+def transposed_values(q, k, v):
+    q, k, v = (by_heads(x).reshape(-1, TOKENS, WIDTH) for x in (q, k, v))
+    w = torch.bmm(q, k.permute(0, 2, 1)) * WIDTH**-0.5
+    w = F.softmax(w, dim=2).permute(0, 2, 1)
+    return by_heads(torch.bmm(v.transpose(1, 2), w).transpose(1, 2).reshape(BATCH, HEADS, TOKENS, WIDTH))
+
+
 def soft_capped(q, k, v):
     q, k, v = map(by_heads, (q, k, v))
     s = (q @ k.mT) / math.sqrt(WIDTH)
@@ -101,13 +108,47 @@ def cap_and_slope(score, b, h, i, j):
     return 2.0 * torch.tanh(score / 2.0) - SLOPES[h] * (i - j).abs()
 
 
+def xformers(bias):
+    return lambda q, k, v: packages.memory_efficient_attention(q, k, v, attn_bias=bias)
+
+
+def xformers_packed(q, k, v):
+    q, k, v = (x.reshape(1, -1, HEADS, WIDTH) for x in (q, k, v))
+    return packages.memory_efficient_attention(q, k, v, packages.BlockDiagonalCausalMask(ENDS)).reshape(
+        BATCH, TOKENS, HEADS, WIDTH
+    )
+
+
+class Engine(nn.Module):
+    """Transformer Engine's module in one of its layouts."""
+
+    def __init__(self, layout, **given):
+        super().__init__()
+        self.layout, self.given = layout, given
+        self.core = packages.DotProductAttention(HEADS, WIDTH, qkv_format=layout)
+
+    def forward(self, q, k, v):
+        if self.layout == "sbhd":
+            out = self.core(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
+        elif self.layout == "thd":
+            flat = (x.flatten(0, 1) for x in (q, k, v))
+            out = self.core(*flat, cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS, attn_mask_type="padding_causal")
+        else:
+            out = self.core(q, k, v, **self.given)
+        return out.reshape(BATCH, TOKENS, HEADS, WIDTH)
+
+
 P = packages
+HIDDEN = torch.zeros(BATCH, 1, 1, TOKENS, dtype=torch.bool)
+HIDDEN[1, ..., 9:] = True
+BIAS = torch.randn(BATCH, HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3))
 # path -> (attention of [B, M, H, D], options of the dense float64 logits)
 PATHS = {
     "flash_attn_func": (first(P.flash_attn_func, causal=True), dict(causal=True)),
     "flash_attn_func window cap": (first(P.flash_attn_func, causal=True, window_size=(4, 0), softcap=2.0),
                                    dict(causal=True, window=4, cap=2.0)),
     "flash_attn_func both sides": (first(P.flash_attn_func, window_size=(3, 2)), dict(window=3, ahead=2)),
+    "flash_attn_func alibi": (first(P.flash_attn_func, causal=True, alibi_slopes=SLOPES), dict(causal=True, slopes=1)),
     "flash_attn_qkvpacked_func": (lambda q, k, v: P.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), 0.0, 0.4),
                                   dict(scale=0.4)),
     "flash_attn_kvpacked_func": (lambda q, k, v: P.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True),
@@ -126,10 +167,19 @@ PATHS = {
     "flex_attention score_mod": (flex(flex_attention, cap_and_slope), dict(causal=True, cap=2.0, slopes=1)),
     "flex_attention unmasked": (flex(flex_attention, cap_and_slope, masked=False), dict(cap=2.0, slopes=1)),
     "flex_attention compiled": (flex(COMPILED, cap_and_slope), dict(causal=True, cap=2.0, slopes=1)),
+    "xformers": (xformers(None), {}),
+    "xformers causal": (xformers(P.LowerTriangularMask()), dict(causal=True)),
+    "xformers bias": (xformers(BIAS), dict(bias=BIAS)),
+    "xformers packed": (xformers_packed, dict(causal=True, documents=True)),
+    "transformer engine sbhd": (Engine("sbhd"), dict(causal=True)),
+    "transformer engine thd": (Engine("thd"), dict(causal=True, documents=True)),
+    "transformer engine padding": (Engine("bshd", attn_mask_type="padding", attention_mask=HIDDEN),
+                                   dict(hidden=HIDDEN)),
     "nanogpt": (nanogpt, dict(causal=True)),
     "old bert": (old_bert, dict(causal=True)),
     "batched products": (batched_products, dict(causal=True)),
     "einsum": (einsum_with_bias, dict(causal=True, slopes=1)),
+    "transposed values": (transposed_values, {}),
     "soft cap by hand": (soft_capped, dict(causal=True, cap=2.0)),
 }  # fmt: skip
 
@@ -140,6 +190,7 @@ class Layer(nn.Module):
     def __init__(self, attend):
         super().__init__()
         self.qkv = nn.Linear(32, 96)
+        self.attend = attend if isinstance(attend, nn.Module) else None
         self._function = [attend]
 
     def split(self, x):
@@ -150,7 +201,8 @@ class Layer(nn.Module):
         return self._function[0](*self.split(x)).flatten(-2)
 
 
-def dense(q, k, scale=None, causal=False, window=None, ahead=None, cap=None, slopes=None, documents=False, sink=None):
+def dense(q, k, scale=None, causal=False, window=None, ahead=None, cap=None, slopes=None, documents=False, bias=None,
+          hidden=None, sink=None):  # fmt: skip
     """Float64 logits [B, H, M, N] of q, k [B, M, H, D] (packed: one sequence), with −inf for what is hidden."""
     if documents:
         q, k = (x.reshape(1, -1, HEADS, WIDTH) for x in (q, k))
@@ -159,6 +211,7 @@ def dense(q, k, scale=None, causal=False, window=None, ahead=None, cap=None, slo
     place = torch.arange(q.shape[1])
     distance = place - place[:, None]
     s = s - SLOPES[:, None, None] * distance.abs() if slopes else s
+    s = s if bias is None else s + bias
     see = torch.ones(len(place), len(place), dtype=torch.bool)
     see &= distance <= 0 if causal else see
     see &= distance >= -window if window else see
@@ -166,7 +219,8 @@ def dense(q, k, scale=None, causal=False, window=None, ahead=None, cap=None, slo
     if documents:
         owner = torch.searchsorted(ENDS[1:].long(), place, right=True)
         see &= owner[:, None] == owner
-    return s.masked_fill(~see, -math.inf)
+    s = s.masked_fill(~see, -math.inf)
+    return s if hidden is None else s.masked_fill(hidden, -math.inf)
 
 
 @pytest.fixture(params=PATHS, ids=lambda name: name.replace(" ", "-"))
@@ -180,12 +234,16 @@ def path(request, monkeypatch):
 def test_readings_are_those_of_float64(path):
     layer, x, options = path
     report = regard.examine(layer, [x])
-    assert report.unmeasured == [] and len(report.heads) == HEADS
+    heads = 1 if layer._function[0] is transposed_values else HEADS  # its heads are among the sequences
+    assert report.unmeasured == [] and len(report.heads) == heads
     q, k, _ = (part.detach().double() for part in layer.split(x))
     logits = dense(q, k, **options)
+    logits = logits.reshape(-1, heads, *logits.shape[-2:])
     visible = logits > -math.inf
     expected = dict(regard.statistics.of_scores(logits, visible)) if "sink" not in options else {}
     counted = torch.ones(logits.shape[0], logits.shape[2], dtype=torch.bool)
+    if "hidden" in options:
+        counted = ~options["hidden"][:, 0, 0]
     if "sink" in options:
         every = torch.cat([logits, options["sink"].double()[:, None, None].expand(*logits.shape[:-1], 1)], -1)
         expected["mass"] = every.softmax(-1)[..., :-1].sum(-1)
@@ -202,12 +260,19 @@ def test_readings_are_those_of_float64(path):
 
 def test_nothing_stays_changed(path):
     layer, x, _ = path
-    functions = P.flash_attn_func, P.flash_3_func, P.cute_func, varlen_attn, flex_attention
-    codes = [f.__code__ for f in functions]
+    functions = (
+        P.flash_attn_func,
+        P.flash_3_func,
+        P.cute_func,
+        P.memory_efficient_attention,
+        varlen_attn,
+        flex_attention,
+    )
+    codes, forward = [f.__code__ for f in functions], P.DotProductAttention.forward
     with regard.using(layer, temperature=2.0):
         layer(x)
         assert P.flash_attn_func.__code__ not in codes
-    assert [f.__code__ for f in functions] == codes
+    assert [f.__code__ for f in functions] == codes and P.DotProductAttention.forward is forward
 
 
 def test_a_swap_reaches_it(path):

@@ -91,6 +91,65 @@ def cute_varlen_func(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q
     return out, out.new_zeros(1)
 
 
+def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None):
+    if isinstance(attn_bias, BlockDiagonalMask):
+        cu = attn_bias.q_seqinfo.seqstart, attn_bias.k_seqinfo.seqstart
+        return attend_packed(query[0], key[0], value[0], *cu, scale=scale, causal=attn_bias.causal)[None]
+    bias = attn_bias if isinstance(attn_bias, torch.Tensor) else None
+    causal = isinstance(attn_bias, LowerTriangularMask)
+    one = [attend(*x, scale=scale, causal=causal, bias=None if bias is None else bias[at])
+           for at, x in enumerate(zip(query, key, value, strict=True))]  # fmt: skip
+    return torch.stack(one)
+
+
+class LowerTriangularMask:
+    """xformers' causal order from the first key."""
+
+
+class SequenceInfo:
+    def __init__(self, seqstart):
+        self.seqstart = seqstart
+
+
+class BlockDiagonalMask:
+    """xformers' packed documents."""
+
+    causal = False
+
+    def __init__(self, ends):
+        self.q_seqinfo = self.k_seqinfo = SequenceInfo(ends)
+
+
+class BlockDiagonalCausalMask(BlockDiagonalMask):
+    causal = True
+
+
+class DotProductAttention(torch.nn.Module):
+    """Transformer Engine's module: the output has its heads joined, and True hides in `attention_mask`."""
+
+    def __init__(self, num_attention_heads, kv_channels, attention_dropout=0.0, qkv_format="sbhd",
+                 attn_mask_type="causal", window_size=None, softmax_scale=None):  # fmt: skip
+        super().__init__()
+        self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
+        self.window_size, self.softmax_scale = window_size, softmax_scale
+
+    def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+                cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
+                max_seqlen_kv=None, attn_mask_type=None, window_size=None, checkpoint_core_attention=False,
+                core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
+                inference_params=None, pad_between_seqs=None):  # fmt: skip
+        order = attn_mask_type or self.attn_mask_type
+        layout, qkv = qkv_format or self.qkv_format, (query_layer, key_layer, value_layer)
+        options = dict(scale=self.softmax_scale, causal="causal" in order)
+        if layout == "thd":
+            return attend_packed(*qkv, cu_seqlens_q, cu_seqlens_kv, **options).flatten(-2)
+        q, k, v = (x.transpose(0, 1) for x in qkv) if layout == "sbhd" else qkv
+        hidden = [None] * len(q) if attention_mask is None else attention_mask.float() * -1e30
+        one = [attend(*x, bias=bias, **options) for *x, bias in zip(q, k, v, hidden, strict=True)]
+        out = torch.stack(one).flatten(-2)
+        return out.transpose(0, 1) if layout == "sbhd" else out
+
+
 def install(monkeypatch) -> None:
     """Puts the stand-ins where the packages would be."""
     names = dict(
@@ -101,6 +160,8 @@ def install(monkeypatch) -> None:
         "flash_attn.flash_attn_interface": names,
         "flash_attn_interface": dict(flash_attn_func=flash_3_func, flash_attn_varlen_func=flash_3_varlen_func),
         "flash_attn.cute.interface": dict(flash_attn_func=cute_func, flash_attn_varlen_func=cute_varlen_func),
+        "xformers.ops.fmha": dict(memory_efficient_attention=memory_efficient_attention),
+        "transformer_engine.pytorch.attention": dict(DotProductAttention=DotProductAttention),
     }
     for name, members in modules.items():
         module = ModuleType(name)

@@ -1,6 +1,7 @@
 """One call of a fused attention function: its arguments in common terms, batched or packed, and its way to a `Call`.
 
-Causal order and windows of flash-attention end at the last key: query i stands at i + N − M. Packed tensors
+Causal order and windows of flash-attention end at the last key: query i stands at i + N − M, or at i if the order
+begins `at_first_key`. ALiBi slopes become a dense bias −slope·|position − j|. Packed tensors
 [tokens, heads, width] of self-attention are padded to one batch entry per document, with `key_lengths`; other packed
 calls take a dense mask over all tokens. Both are made here alone.
 """
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.capture.call import Call, clean_mask
+from regard.health.capture.call import Call, clean_mask, merge_mask_and_bias
 from regard.health.capture.documents import document_mask
 from regard.health.capture.interception import interceptions_of, route_result, running_module, without_mode
 
@@ -40,9 +41,11 @@ class FusedCall:
     scale: float | None = None
     causal: bool = False
     window: Sides = (None, None)
+    at_first_key: bool = False  # query i stands at key i, as in torch
     softcap: float | None = None
     sink: Tensor | None = None
-    mask: Tensor | None = None  # bool, broadcasting to [B, H, M, N]
+    mask: Tensor | None = None  # bool or additive, broadcasting to [B, H, M, N]
+    slopes: Tensor | None = None  # of ALiBi, (H,) or (B, H)
     dropout: float = 0.0
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
@@ -98,20 +101,34 @@ def _arrange(fused: FusedCall) -> Layout:
     queries, keys = fused.q.shape[1], fused.k.shape[1]
     options: dict[str, Any] = {}
     mask, causal = clean_mask(fused.mask), fused.causal
-    if (causal or fused.window != (None, None)) and queries != keys:
+    if (causal or fused.window != (None, None)) and queries != keys and not fused.at_first_key:
         end_q, end_k = (torch.tensor([0, n], device=fused.q.device) for n in (queries, keys))
         order = document_mask(end_q, end_k, queries, keys, causal, fused.window).dense(queries, keys)[None, None]
-        mask, causal = order if mask is None else mask & order, False
+        if mask is not None:
+            order = mask & order if mask.dtype == torch.bool else mask.masked_fill(~order, -torch.inf)
+        mask, causal = order, False
     elif fused.window != (None, None):
         options["window"] = fused.window
     if mask is not None:
         _refuse_long(mask.numel())
+    mask = _add_slopes(mask, fused, queries, keys)
     return Layout(_swap_heads, _swap_heads, mask, causal, options)
 
 
 def _refuse_long(entries: int) -> None:
     if entries > MAX_DENSE:
         raise NotMeasured(f"its mask would take {entries:,} entries; examine shorter sequences")
+
+
+def _add_slopes(mask: Tensor | None, fused: FusedCall, queries: int, keys: int) -> Tensor | None:
+    """Adds −slope·|position of the query − j| to a mask, if there are slopes."""
+    slopes = fused.slopes
+    if slopes is None:
+        return mask
+    _refuse_long(slopes.numel() * queries * keys)
+    position = torch.arange(queries, device=slopes.device) + (0 if fused.at_first_key else keys - queries)
+    distance = (position[:, None] - torch.arange(keys, device=slopes.device)).abs()
+    return merge_mask_and_bias(mask, -slopes.reshape(-1, slopes.shape[-1], 1, 1) * distance, False, queries, keys)[0]
 
 
 def _swap_heads(x: Tensor) -> Tensor:
@@ -128,12 +145,17 @@ def _arrange_packed(fused: FusedCall) -> Layout:
     has_same_documents = tokens == keys and (cu_q is cu_k or bool(cu_q.equal(cu_k)))
     longest = int(lengths.max()) if len(lengths) else 0
     fits = len(lengths) * longest <= MAX_PADDING * tokens or tokens * keys > MAX_DENSE
-    if has_same_documents and fits:
+    if has_same_documents and (fits or fused.slopes is not None):
         pad = Padding(cu_q, longest)
         options: dict[str, Any] = dict(key_lengths=lengths)
         if fused.window != (None, None):
             options["window"] = fused.window
-        return Layout(pad.pad, pad.unpad, None, fused.causal, options)
+        mask = _add_slopes(None, fused, longest, longest)
+        return Layout(pad.pad, pad.unpad, mask, fused.causal, options)
+    if fused.slopes is not None:
+        raise NotMeasured("it is packed with ALiBi slopes, and its documents have other keys than queries")
+    if fused.at_first_key and not has_same_documents:
+        raise NotMeasured("its order begins at the first key, and its documents have other keys than queries")
     _refuse_long(tokens * keys)
     visible = document_mask(cu_q, cu_k, tokens, keys, fused.causal, fused.window)
     mask = visible.dense(tokens, keys)[None, None]

@@ -37,6 +37,7 @@ TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
 OVER = {"div", "div_", "__truediv__", "__itruediv__", "divide", "true_divide"}
 DROPPING = {"dropout", "dropout_"}
 TRANSPOSING = {"transpose", "swapaxes", "swapdims", "permute"}
+MT = torch.Tensor.mT.__get__  # type: ignore[attr-defined]
 EXACT, ROUNDED = 2e-6, 4.0  # a bias below EXACT·max|s| + ROUNDED·eps·|s| is rounding
 PLACES = (f"{torch.__path__[0]}/", __file__.rpartition("health")[0])  # files of torch and of regard
 
@@ -60,6 +61,7 @@ class Weights:
     logits: Tensor
     product: Product | None
     dropout: float = 0.0
+    transposed: bool = False
 
 
 def is_ordinary(func: Callable) -> bool:
@@ -87,10 +89,10 @@ class Follower:
             return self._multiply(module, name, func, args, kwargs)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and (self.follows_any or name == "softmax"):
-            self._follow(name, args, kwargs, result)
+            self._follow(name, func, args, kwargs, result)
         return result
 
-    def _follow(self, name: str, args: tuple, kwargs: dict, result: Tensor) -> None:
+    def _follow(self, name: str, func: Callable, args: tuple, kwargs: dict, result: Tensor) -> None:
         inputs = [x for x in (*args[:3], kwargs.get("input"), kwargs.get("other")) if isinstance(x, Tensor)]
         known = next((self._known[x] for x in inputs if x in self._known), None)
         if name == "softmax":
@@ -103,8 +105,8 @@ class Follower:
                 training = args[2] if len(args) > 2 else kwargs.get("training", True)
                 rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
                 known = replace(known, dropout=rate if training else known.dropout)
-            if name in TRANSPOSING:
-                known = replace(known, product=None)  # vᵀ pᵀ is reported, not measured
+            if name in TRANSPOSING or func == MT:
+                known = _transpose(known, func, args, kwargs)
             if sorted(result.shape[-2:]) == sorted(known.logits.shape[-2:]):
                 self._known[result] = known
 
@@ -115,6 +117,8 @@ class Follower:
             self._known[result] = Weights(result, logits, known)
 
     def _multiply(self, module: nn.Module, name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
+        if name == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
+            args = (args[0], *args[1])
         tensors = [x for x in args if isinstance(x, Tensor)]
         weights = next((self._known[x] for x in tensors if isinstance(self._known.get(x), Weights)), None)
         run = partial(func, *args, **kwargs)
@@ -145,6 +149,16 @@ class Follower:
         return _capture(module, weights, split, layout, run)
 
 
+def _transpose(weights: Weights, func: Callable, args: tuple, kwargs: dict) -> Weights:
+    """Returns weights after a function that may exchange their last two dims; any other order is not followed."""
+    probe = torch.empty(*range(args[0].ndim), device="meta")  # every size tells its dim
+    order = list(func(probe, *args[1:], **kwargs).shape)
+    before, (m, n) = list(range(probe.ndim - 2)), (probe.ndim - 2, probe.ndim - 1)
+    if order == [*before, n, m]:
+        return replace(weights, transposed=not weights.transposed)
+    return weights if order == [*before, m, n] else replace(weights, product=None)
+
+
 def _factor(name: str, args: tuple) -> float:
     """Returns the number that a function multiplies its scores by; 1 where it does something else."""
     if len(args) < 2 or not (name in TIMES or name in OVER):
@@ -171,7 +185,10 @@ def _scores_of(name: str, args: tuple) -> tuple[Tensor, Tensor] | None:
 def _values_of(name: str, args: tuple, weights: Weights, values: Tensor) -> tuple[Tensor, Callable, Callable] | None:
     """Returns (v […, N, E], the product's own layout → […, M, E], and back)."""
     if name == "einsum":
-        return find_values(args, weights.p)
+        return None if weights.transposed else find_values(args, weights.p)
+    if weights.transposed:  # vᵀ pᵀ = (p v)ᵀ
+        flip = partial(torch.transpose, dim0=-1, dim1=-2)
+        return (flip(values), flip, flip) if args[0] is values else None
     return None if args[0] is values else (values, _same, _same)
 
 

@@ -71,6 +71,17 @@ def transposed_values(q, k, v):
     return by_heads(torch.bmm(v.transpose(1, 2), w).transpose(1, 2).reshape(BATCH, HEADS, TOKENS, WIDTH))
 
 
+def transposed_by_property(q, k, v):
+    q, k, v = map(by_heads, (q, k, v))
+    p = (q @ k.mT * WIDTH**-0.5).softmax(-1)
+    return by_heads((v.mT @ p.mT).mT)
+
+
+def einsum_of_lists(q, k, v):
+    sim = torch.einsum("bihd,bjhd->bhij", [q * WIDTH**-0.5, k])
+    return torch.einsum("bhij,bjhd->bihd", [sim.softmax(-1), v])
+
+
 def soft_capped(q, k, v):
     q, k, v = map(by_heads, (q, k, v))
     s = (q @ k.mT) / math.sqrt(WIDTH)
@@ -112,11 +123,12 @@ def xformers(bias):
     return lambda q, k, v: packages.memory_efficient_attention(q, k, v, attn_bias=bias)
 
 
-def xformers_packed(q, k, v):
-    q, k, v = (x.reshape(1, -1, HEADS, WIDTH) for x in (q, k, v))
-    return packages.memory_efficient_attention(q, k, v, packages.BlockDiagonalCausalMask(ENDS)).reshape(
-        BATCH, TOKENS, HEADS, WIDTH
-    )
+def xformers_packed(kind):
+    def call(q, k, v):
+        q, k, v = (x.reshape(1, -1, HEADS, WIDTH) for x in (q, k, v))
+        return packages.memory_efficient_attention(q, k, v, kind(ENDS)).reshape(BATCH, TOKENS, HEADS, WIDTH)
+
+    return call
 
 
 class Engine(nn.Module):
@@ -154,6 +166,8 @@ PATHS = {
     "flash_attn_kvpacked_func": (lambda q, k, v: P.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True),
                                  dict(causal=True)),
     "flash_attn_varlen_func": (packed(P.flash_attn_varlen_func, causal=True), dict(causal=True, documents=True)),
+    "flash_attn_varlen_func alibi": (packed(P.flash_attn_varlen_func, causal=True, alibi_slopes=SLOPES),
+                                     dict(causal=True, documents=True, slopes=1)),
     "flash_attn_varlen_func window": (packed(P.flash_attn_varlen_func, causal=True, window_size=(2, 0)),
                                       dict(causal=True, documents=True, window=2)),
     "flash 3": (first(P.flash_3_func, causal=True), dict(causal=True)),
@@ -170,16 +184,22 @@ PATHS = {
     "xformers": (xformers(None), {}),
     "xformers causal": (xformers(P.LowerTriangularMask()), dict(causal=True)),
     "xformers bias": (xformers(BIAS), dict(bias=BIAS)),
-    "xformers packed": (xformers_packed, dict(causal=True, documents=True)),
+    "xformers packed": (xformers_packed(P.BlockDiagonalMask), dict(documents=True)),
+    "xformers packed causal": (xformers_packed(P.BlockDiagonalCausalMask), dict(causal=True, documents=True)),
     "transformer engine sbhd": (Engine("sbhd"), dict(causal=True)),
     "transformer engine thd": (Engine("thd"), dict(causal=True, documents=True)),
+    "transformer engine bshd": (Engine("bshd"), dict(causal=True)),
+    "transformer engine alibi": (Engine("bshd", core_attention_bias_type="alibi", alibi_slopes=SLOPES),
+                                 dict(causal=True, slopes=1)),
     "transformer engine padding": (Engine("bshd", attn_mask_type="padding", attention_mask=HIDDEN),
                                    dict(hidden=HIDDEN)),
     "nanogpt": (nanogpt, dict(causal=True)),
     "old bert": (old_bert, dict(causal=True)),
     "batched products": (batched_products, dict(causal=True)),
     "einsum": (einsum_with_bias, dict(causal=True, slopes=1)),
+    "einsum of lists": (einsum_of_lists, {}),
     "transposed values": (transposed_values, {}),
+    "transposed by a property": (transposed_by_property, {}),
     "soft cap by hand": (soft_capped, dict(causal=True, cap=2.0)),
 }  # fmt: skip
 
@@ -289,3 +309,45 @@ def test_a_swap_reaches_it(path):
     torch.testing.assert_close(found.detach().double(), expected, rtol=1e-4, atol=1e-4)
     found.square().sum().backward()
     assert layer.qkv.weight.grad.abs().sum() > 0
+
+
+def engine(**given):
+    core = P.DotProductAttention(HEADS, WIDTH, qkv_format="bshd")
+    return lambda q, k, v: core(q, k, v, **given).unflatten(-1, (HEADS, WIDTH))
+
+
+FEWER_QUERIES = {
+    "flash alibi": first(P.flash_attn_func, causal=True, alibi_slopes=SLOPES),
+    "xformers first key": xformers(P.LowerTriangularMask()),
+    "xformers last key": xformers(P.LowerTriangularFromBottomRightMask()),
+    "engine first key": engine(),
+    "engine last key": engine(attn_mask_type="causal_bottom_right"),
+    "engine first key alibi": engine(core_attention_bias_type="alibi", alibi_slopes=SLOPES),
+}
+
+
+@pytest.mark.parametrize("name", FEWER_QUERIES)
+def test_orders_of_fewer_queries_than_keys(name, monkeypatch):
+    packages.install(monkeypatch)
+    torch.manual_seed(0)
+    layer, x = Layer(lambda q, k, v: FEWER_QUERIES[name](q[:, :5], k, v)).eval(), torch.randn(BATCH, TOKENS, 32)
+    with regard.using(layer, normalizer="softmax") as swap:
+        found = layer(x)
+    assert swap.calls == 1
+    torch.testing.assert_close(found, layer(x), rtol=1e-4, atol=1e-5)
+
+
+REFUSED = {
+    "its cache": (first(P.flash_attn_with_kvcache, causal=True), "flash_attn_with_kvcache writes keys and values"),
+    "no slopes": (engine(core_attention_bias_type="alibi"), "core_attention_bias_type='alibi', which is not measured"),
+    "no mask": (engine(attn_mask_type="padding"), "padding by cu_seqlens in batches, which is not measured"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_measured_is_named(name, monkeypatch):
+    packages.install(monkeypatch)
+    function, reason = REFUSED[name]
+    layer, x = Layer(function).eval(), torch.randn(BATCH, TOKENS, 32)
+    ((_, told),) = regard.examine(layer, [x]).unmeasured
+    assert reason in told

@@ -6,13 +6,14 @@ from types import ModuleType
 import torch
 
 
-def attend(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, sink=None, slopes=None, bias=None):
-    """Attention of one sequence, q [M, H, D], k, v [N, G, D]; order ends at the last key. Returns [M, H, E]."""
+def attend(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, sink=None, slopes=None, bias=None,
+           at_first_key=False):  # fmt: skip
+    """Returns attention [M, H, E] of one sequence, q [M, H, D], k, v [N, G, D] (order ends at the last key)."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     s = torch.tanh(s / softcap) * softcap if softcap else s
-    ahead = torch.arange(len(k)) - torch.arange(len(q))[:, None] - (len(k) - len(q))
+    ahead = torch.arange(len(k)) - torch.arange(len(q))[:, None] - (0 if at_first_key else len(k) - len(q))
     left, right = (None if side is None or side < 0 else side for side in (window or (-1, -1)))
     right = 0 if causal else right
     hidden = torch.zeros_like(ahead, dtype=torch.bool)
@@ -57,7 +58,11 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                            softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                            deterministic=False, return_attn_probs=False, block_table=None):  # fmt: skip
     return attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, causal=causal, window=window_size,
-                         softcap=softcap)  # fmt: skip
+                         softcap=softcap, slopes=alibi_slopes)  # fmt: skip
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, causal=False):
+    return attend_batch(q, k_cache, v_cache, causal=causal)
 
 
 def flash_3_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
@@ -97,13 +102,18 @@ def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=N
         return attend_packed(query[0], key[0], value[0], *cu, scale=scale, causal=attn_bias.causal)[None]
     bias = attn_bias if isinstance(attn_bias, torch.Tensor) else None
     causal = isinstance(attn_bias, LowerTriangularMask)
-    one = [attend(*x, scale=scale, causal=causal, bias=None if bias is None else bias[at])
+    first = causal and not isinstance(attn_bias, LowerTriangularFromBottomRightMask)
+    one = [attend(*x, scale=scale, causal=causal, at_first_key=first, bias=None if bias is None else bias[at])
            for at, x in enumerate(zip(query, key, value, strict=True))]  # fmt: skip
     return torch.stack(one)
 
 
 class LowerTriangularMask:
     """xformers' causal order from the first key."""
+
+
+class LowerTriangularFromBottomRightMask(LowerTriangularMask):
+    """xformers' causal order up to the last key."""
 
 
 class SequenceInfo:
@@ -140,7 +150,8 @@ class DotProductAttention(torch.nn.Module):
                 inference_params=None, pad_between_seqs=None):  # fmt: skip
         order = attn_mask_type or self.attn_mask_type
         layout, qkv = qkv_format or self.qkv_format, (query_layer, key_layer, value_layer)
-        options = dict(scale=self.softmax_scale, causal="causal" in order)
+        options = dict(scale=self.softmax_scale, causal="causal" in order, at_first_key="bottom_right" not in order)
+        options["slopes"] = alibi_slopes if core_attention_bias_type == "alibi" else None
         if layout == "thd":
             return attend_packed(*qkv, cu_seqlens_q, cu_seqlens_kv, **options).flatten(-2)
         q, k, v = (x.transpose(0, 1) for x in qkv) if layout == "sbhd" else qkv
@@ -155,6 +166,7 @@ def install(monkeypatch) -> None:
     names = dict(
         flash_attn_func=flash_attn_func, flash_attn_kvpacked_func=flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func=flash_attn_qkvpacked_func, flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
     )  # fmt: skip
     modules = {
         "flash_attn.flash_attn_interface": names,

@@ -122,13 +122,13 @@ def _refuse_long(entries: int) -> None:
 
 def _add_slopes(mask: Tensor | None, fused: FusedCall, queries: int, keys: int) -> Tensor | None:
     """Adds −slope·|position of the query − j| to a mask, if there are slopes."""
-    slopes = fused.slopes
-    if slopes is None:
+    if fused.slopes is None:
         return mask
-    _refuse_long(slopes.numel() * queries * keys)
+    slopes = fused.slopes.reshape(-1, fused.slopes.shape[-1], 1, 1)
+    _refuse_long(max(len(slopes), 1 if mask is None else len(mask)) * slopes.shape[1] * queries * keys)
     position = torch.arange(queries, device=slopes.device) + (0 if fused.at_first_key else keys - queries)
     distance = (position[:, None] - torch.arange(keys, device=slopes.device)).abs()
-    return merge_mask_and_bias(mask, -slopes.reshape(-1, slopes.shape[-1], 1, 1) * distance, False, queries, keys)[0]
+    return merge_mask_and_bias(mask, -slopes * distance, False, queries, keys)[0]
 
 
 def _swap_heads(x: Tensor) -> Tensor:
@@ -147,10 +147,10 @@ def _arrange_packed(fused: FusedCall) -> Layout:
     fits = len(lengths) * longest <= MAX_PADDING * tokens or tokens * keys > MAX_DENSE
     if has_same_documents and (fits or fused.slopes is not None):
         pad = Padding(cu_q, longest)
-        options: dict[str, Any] = dict(key_lengths=lengths)
+        mask = None if fused.slopes is None else _add_slopes(pad.inside[:, None, None], fused, longest, longest)
+        options: dict[str, Any] = dict(key_lengths=lengths) if mask is None else {}  # a mask hides the padding itself
         if fused.window != (None, None):
             options["window"] = fused.window
-        mask = _add_slopes(None, fused, longest, longest)
         return Layout(pad.pad, pad.unpad, mask, fused.causal, options)
     if fused.slopes is not None:
         raise NotMeasured("it is packed with ALiBi slopes, and its documents have other keys than queries")

@@ -80,20 +80,20 @@ def capture_xformers(original: Callable, given: dict[str, Any]) -> Any:
     """Captures xformers.ops.memory_efficient_attention; other masks than the named ones are made dense."""
     q, k, v, bias = (given[name] for name in ("query", "key", "value", "attn_bias"))
     run, kind = _make_run(original, given, "p"), type(bias).__name__
+    causal = kind in CAUSAL_XFORMERS
     fused = FusedCall(
         "memory_efficient_attention", run, q, k, v, scale=given.get("scale"), dropout=given.get("p") or 0.0,
-        causal=kind in CAUSAL_XFORMERS, at_first_key="FromBottomRight" not in kind,
+        causal=causal, at_first_key=causal and "FromBottomRight" not in kind,
     )  # fmt: skip
     if q.ndim != 4:
         fused.obstacle = f"memory_efficient_attention was given {q.ndim} dims; measured are [B, M, H, K]"
     elif kind in PACKED_XFORMERS:
         fused.q, fused.k, fused.v, fused.run = q[0], k[0], v[0], lambda dropout: run(dropout)[0]
-        fused.at_first_key &= fused.causal
         fused.cu_q, fused.cu_k = (info.seqstart.to(q.device) for info in (bias.q_seqinfo, bias.k_seqinfo))
         return capture_fused(fused)[None]
     elif isinstance(bias, Tensor):
         fused.mask = bias
-    elif bias is not None and not fused.causal:
+    elif bias is not None and not causal:
         fused.mask = bias.materialize((q.shape[1], k.shape[1]), dtype=torch.float32, device=q.device)
     return capture_fused(fused)
 
@@ -116,12 +116,13 @@ def capture_transformer_engine(original: Callable, given: dict[str, Any]) -> Any
     }
 
     def run(dropout: float | None) -> Any:
-        training = module.training
-        module.train(training and dropout is None)
+        if dropout is None or not module.training:
+            return original(**given)
+        module.eval()
         try:
             return original(**given)
         finally:
-            module.train(training)
+            module.train()
 
     q, k, v = (given[name] for name in ("query_layer", "key_layer", "value_layer"))
     fused = FusedCall(
@@ -131,7 +132,7 @@ def capture_transformer_engine(original: Callable, given: dict[str, Any]) -> Any
     )  # fmt: skip
     if name := next((name for name, is_given in foreign.items() if is_given), None):
         fused.obstacle = f"DotProductAttention was given {name}, which is not measured"
-        return capture_fused(fused, module)
+        return capture_fused(fused)
     if layout == "thd":
         fused.cu_q, fused.cu_k = given["cu_seqlens_q"], given["cu_seqlens_kv"]
     elif mask is not None and ("padding" in order or order == "arbitrary"):
@@ -142,7 +143,7 @@ def capture_transformer_engine(original: Callable, given: dict[str, Any]) -> Any
 
     fused.q, fused.k, fused.v = turn(q), turn(k), turn(v)
     fused.run = lambda dropout: turn(run(dropout).unflatten(-1, (q.shape[-2], -1)))
-    return turn(capture_fused(fused, module)).flatten(-2)
+    return turn(capture_fused(fused)).flatten(-2)
 
 
 def _make_run(original: Callable, given: dict[str, Any], dropout_name: str) -> Callable[[float | None], Any]:

@@ -20,6 +20,12 @@ def has_bulk_copies(device: torch.device) -> bool:
 
 
 @cache
+def has_packed_maximum(device: torch.device) -> bool:
+    """True where one instruction compares two pairs of 16-bit floats (NVIDIA's from Ampere on)."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one block may opt in to; 0 where torch does not report it (ROCm)."""
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
@@ -61,5 +67,5 @@ def supports_float64(device: torch.device) -> bool:
 
 def clear() -> None:
     """Forget every fact, so that a test may pretend to be another device."""
-    for fact in (is_hopper, has_bulk_copies, shared_memory, sm_count, triton_version):
+    for fact in (is_hopper, has_bulk_copies, has_packed_maximum, shared_memory, sm_count, triton_version):
         fact.cache_clear()

@@ -30,6 +30,8 @@ def choose(rows, cut: Cut, backward: Cut):
     elif rows.kind == "softmax" and rows.size == 4:
         lanes = cut.lanes or cut.columns
         name, cut = ("forward_fast_exact", cut) if cut.step else ("forward_exact", cut._replace(lanes=lanes))
+    elif cut.pieces:
+        name = "forward_thread_shift"
     elif rows.kind == "pointwise" and cut.again:
         name = "forward_pointwise"
         cut = cut._replace(columns=32, parts=2, step=16) if cut.parts > 1 else cut._replace(step=16)

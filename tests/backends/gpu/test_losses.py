@@ -133,6 +133,7 @@ hopper = dict(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_
 driver.set_active(SimpleNamespace(**hopper))
 torch.cuda.device = lambda device: contextlib.nullcontext()
 torch.cuda.current_device = lambda: 0
+torch.cuda.get_device_capability = lambda device: (9, 0)
 launch.tensor_key = lambda *tensors: None  # nothing is launched, so nothing is remembered
 add_stages, run = CUDABackend.add_stages, JITFunction.run
 
@@ -142,7 +143,7 @@ def stop_at_ptx(self, stages, *arguments):
 
 def compile_only(self, *arguments, grid, warmup, **options):
     kernel = run(self, *arguments, grid=grid, warmup=True, **options)
-    print(self.fn.__name__, "ld.global.v4" in kernel.asm["ptx"])
+    print(self.fn.__name__, "ld.global.v4" in kernel.asm["ptx"], "max.NaN.f16x2" in kernel.asm["ptx"])
 
 CUDABackend.add_stages, JITFunction.run = stop_at_ptx, compile_only
 
@@ -164,6 +165,6 @@ def test_kernels_compile_for_hopper_and_read_16_bytes_at_a_time(tmp_path):
     done = subprocess.run([sys.executable, str(tmp_path / "compile.py")], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split("\n")[:-1] == [
-        "forward_softmax True", "backward True", "forward_threshold True", "backward True", "forward_threshold True",
-        "backward True",
+        "forward_softmax True False", "backward True False", "forward_threshold True False", "backward True False",
+        "forward_threshold True True", "backward True False",
     ]  # fmt: skip

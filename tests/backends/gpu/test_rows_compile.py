@@ -67,7 +67,7 @@ def test_resident_kernels_compile(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split("\n")[:-1] == [
-        *["forward_resident_ratio True"] * 4,
+        "forward_ring True", "forward_resident_ratio True", "forward_resident_ratio True", "forward_ring True",
         "backward_resident True", "forward_resident_threshold True", "backward_resident True",
         "forward_resident_threshold True",
     ]  # fmt: skip

@@ -97,7 +97,8 @@ def store_row(loss, state, potential, top, second, third, s, target, row, R, N, 
 @triton.jit
 def forward_softmax(
     s, target, loss, state, R, N, ignore, theta: tl.float64,
-    F: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, HAS_TARGET: tl.constexpr, C: tl.constexpr,
+    F: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, HAS_TARGET: tl.constexpr, PAIRS: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """log Σ exp(s) − s_y of one row per program; the state is (max, 1/Z, 0)."""
     ACC: tl.constexpr = state.dtype.element_ty
@@ -124,6 +125,27 @@ def insert(x, first, second, third):
     low = tl.minimum(first, x)
     lower = tl.minimum(second, low)
     return tiles.nan_maximum(first, x), tl.maximum(second, low), tl.maximum(third, lower)
+
+
+INSERT = """{{
+    .reg .b32 low, lower;
+    min.{0} low, $3, $6;
+    max.NaN.{0} $0, $3, $6;
+    min.{0} lower, $4, low;
+    max.{0} $1, $4, low;
+    max.{0} $2, $5, lower;
+}}"""
+INSERT_BFLOAT16 = tl.constexpr(INSERT.format("bf16x2"))
+INSERT_FLOAT16 = tl.constexpr(INSERT.format("f16x2"))
+
+
+@triton.jit
+def insert_pairs(x, first, second, third):
+    """`insert` of 16-bit numbers, two to an instruction; one at a time it would take longer than the loads."""
+    ASM: tl.constexpr = INSERT_BFLOAT16 if x.dtype == tl.bfloat16 else INSERT_FLOAT16
+    return tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,r,r,r,r", [first, second, third, x], (x.dtype, x.dtype, x.dtype), is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -157,18 +179,23 @@ def sum_excess(logits, tau, C: tl.constexpr):
 @triton.jit
 def forward_threshold(
     s, target, loss, state, R, N, ignore, theta: tl.float64,
-    F: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, HAS_TARGET: tl.constexpr, C: tl.constexpr,
+    F: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, HAS_TARGET: tl.constexpr, PAIRS: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Ω*(s) − s_y of one row per program; the state is (max, τ, rest), where τ + rest is a Newton step further."""
     ACC: tl.constexpr = state.dtype.element_ty
     TOLERANCE: tl.constexpr = C.TOLERANCE
     tile, row = locate_row(s, R, N, LANES)
-    a = tl.full([1, LANES], float("-inf"), ACC)
+    a = tl.full([1, LANES], float("-inf"), s.dtype.element_ty if PAIRS else ACC)
     b, c = a, a
     for start in range(0, N, LANES * PIECES):
         pieces = load_pieces(tile, start, LANES, PIECES)
         for i in tl.static_range(PIECES):
-            a, b, c = insert(pieces[i].to(ACC), a, b, c)
+            if PAIRS:
+                a, b, c = insert_pairs(pieces[i], a, b, c)
+            else:
+                a, b, c = insert(pieces[i].to(ACC), a, b, c)
+    a, b, c = a.to(ACC), b.to(ACC), c.to(ACC)
     theta = tiles.scalar_tile(theta, ACC)
     gain = F.gain(theta) + theta * 0.0
     top, tau = bound_from_maxima(a, theta, gain, gain, C)

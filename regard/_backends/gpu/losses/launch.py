@@ -17,6 +17,7 @@ from regard._backends.gpu.losses import kernels
 from regard._backends.gpu.rows.launch import TOLERANCE
 from regard._backends.gpu.rows.plan import next_power_of_2
 from regard._backends.gpu.rows.solver import Solver
+from regard._core.device import has_packed_maximum
 from regard._core.dtypes import accumulator
 from regard.normalizers import Choice
 
@@ -36,7 +37,8 @@ def forward(s: Tensor, target: Tensor | None, choice: Choice, ignore_index: int 
     pieces = min(PIECES, -(-N // lanes))
     solver = Solver(F, TOLERANCE[s.dtype], AGAIN=False, HAS_MASK=False, PARTS=1)
     arguments = s, s if target is None else target, loss, state, R, N, ignore_index, _theta(choice)
-    constants = F, lanes, pieces, target is not None, solver
+    pairs = s.is_cuda and s.element_size() == 2 and has_packed_maximum(s.device)
+    constants = F, lanes, pieces, target is not None, pairs and lanes == LANES, solver
     kernel = kernels.forward_threshold if F.family == "threshold" else kernels.forward_softmax
     options = {} if s.dtype == torch.float64 else {"maxnreg": REGISTERS}
     _launch(kernel, R, arguments, constants, num_warps=max(lanes // (32 * HELD), 1), **options)

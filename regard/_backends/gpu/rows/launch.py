@@ -177,7 +177,7 @@ class _Launch:
         constants = dict(
             F=F, ROWS=cut.rows, COLUMNS=cut.columns, PARTS=parts, HAS_MASK=self.mask is not None,
             HAS_THETA=self.theta is not None, TRAITS=self.traits, AGAIN=cut.again, AHEAD=cut.ahead, STEP=cut.step,
-            LANES=cut.lanes, VECTOR=vector, GROUPS=groups, SCALED=self.numbers[0] != 1.0, C=solver,
+            LANES=cut.lanes, PIECES=cut.pieces, VECTOR=vector, GROUPS=groups, SCALED=self.numbers[0] != 1.0, C=solver,
         )  # fmt: skip
         options = {"num_warps": cut.warps, "enable_fp_fusion": True}
         if cut.registers is not None:

@@ -5,7 +5,7 @@
 >>> rows = Rows("forward", "softmax", count=1000, length=50257, size=2, processors=132, not_copyable="odd length")
 >>> kernel, cut = choose(rows)
 >>> kernel.name, cut.columns, cut.warps
-('forward_ratio', 65536, 32)
+('forward_thread_shift', 65536, 32)
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Cut(NamedTuple):
     step: int = 0  # columns that a program takes at a time
     lanes: int = 0  # columns side by side: in the lanes of a row, or in all threads
     ahead: int = 0  # prefetch into the L2 cache the tile of the program that many programs later
+    pieces: int = 0  # loads that a row is split into
 
     def groups(self, vector: int, order: int) -> int:
         """Number of maxima that the threshold solver starts from, per part; 0 for a short row."""
@@ -190,7 +191,7 @@ def _cut_backward(rows: Rows) -> Cut:
 
 # By the most bytes of a row: bytes of a chunk, warps of a program, programs to an SM.
 _CHUNKS: dict[int | str, dict[int, tuple[int, int, int]]] = {
-    "ratio": {131072: (16384, 8, 2), 262144: (32768, 16, 1)},
+    "ratio": {262144: (32768, 16, 1)},
     2: {16384: (4096, 4, 8), 32768: (8192, 4, 4), 65536: (8192, 8, 3), 131072: (16384, 8, 2), 262144: (32768, 16, 1)},
     4: {65536: (8192, 8, 2), 131072: (16384, 8, 2), 262144: (32768, 16, 1)},
     "backward": {131072: (16384, 8, 2), 262144: (32768, 16, 1)},
@@ -236,8 +237,13 @@ FORWARD = (
         lambda rows: _is_threshold(rows) and _fits_sm(rows), _cut_resident,
     ),
     RowKernel(
+        "forward_ring", "resident.ring",
+        "many ratio rows of more than 64 KB, up to 128 KB; no mask; not float32 relu; Hopper",
+        lambda rows: not _is_threshold(rows) and _fits_sm(rows) and rows.bytes <= MOST_BYTES // 2, _cut_resident,
+    ),
+    RowKernel(
         "forward_resident_ratio", "resident.ratio",
-        "many ratio rows of more than 64 KB, up to 256 KB; no mask; not float32 relu; Hopper",
+        "many ratio rows of more than 128 KB, up to 256 KB; no mask; not float32 relu; Hopper",
         lambda rows: not _is_threshold(rows) and _fits_sm(rows), _cut_resident,
     ),
     RowKernel(
@@ -250,6 +256,11 @@ FORWARD = (
         lambda rows: _is_threshold(rows) and rows.columns <= SHORT, _pack_warp,
     ),
     RowKernel("forward_threshold", "threshold", "threshold rows", _is_threshold, _cut_threshold, 6),
+    RowKernel(
+        "forward_thread_shift", "thread_shift", "many 16-bit softmax, softmax1 and relu rows of 32769 to 65536 columns",
+        lambda rows: rows.kind in ("softmax", "proportional") and rows.size == 2 and rows.columns == 65536
+        and not rows.few, lambda rows: Cut(65536, 32, registers=64, lanes=1024, pieces=4), 2,
+    ),
     RowKernel(
         "forward_pointwise", "ratio",
         "pointwise rows of more than 32768 columns (16384 in 16 and 64 bits; 8192 if the rows are few)",

@@ -1,7 +1,8 @@
 """entmax_α(s) = argmax_{p ∈ Δ} p·s + H_α(p), solved by p_i = max((α−1)·s_i − τ, 0)^{1/(α−1)} with τ such that Σp = 1.
 
-α = 1 is softmax, α = 2 sparsemax; the larger α, the sparser. Below 1.1 rows are computed in float64; fused attention
-takes α ≥ 1.005.
+α = 1 is softmax, α = 2 sparsemax; the larger α, the sparser. Fused kernels take α up to 2, in attention from 1.005 on;
+the reference computes the rest of 1 ≤ α ≤ 32, because above 2 Newton steps may overshoot. Below 1.1 rows are computed
+in float64.
 
 >>> import regard, torch
 >>> regard.entmax(torch.tensor([-2.0, 0.0, 0.5]), alpha=1.5)
@@ -16,14 +17,15 @@ from regard.normalizers._language import jit, tl
 from regard.normalizers._record import Parameter
 
 NEAR = 1.1  # below it 1/(α−1) magnifies float32's rounding too much, and the reference has another form
+SMALLEST = 1e-75  # t of the smallest weight, as its slopes are told: their powers must not overflow
 
 
 def solve(scores, visible, alpha):
     """p = max((α−1)·s − τ, 0)^{1/(α−1)}: bisection, then Newton steps that only autograd sees.
 
-    t = (α−1)·s − τ is told from the lowest score that has weight, because from the largest one it would cancel. That
-    score's t lies in (0, 1] and fixes τ. Each differentiable Newton step doubles the orders that are right: three give
-    τ its first seven derivatives.
+    t = (α−1)·s − τ is told from the lowest score that has weight: from the largest one it would cancel, and for a large
+    α the root magnifies what is left. That score's t, or for α > 2 its weight, lies in (0, 1] and fixes τ. Each
+    differentiable Newton step doubles the orders that are right: three give τ its first seven derivatives.
     """
     if scores.shape[-1] == 0:
         return scores * 1.0
@@ -31,23 +33,25 @@ def solve(scores, visible, alpha):
     seen = seen | (scores.isnan() if visible is None else scores.isnan() & visible)
     empty = ~seen.any(-1, keepdim=True)
     gain = alpha - 1.0
+    steep = gain.clamp_min(1.0) if isinstance(gain, torch.Tensor) else max(gain, 1.0)
+    place = _lowest(scores.detach().masked_fill(~seen, float("-inf")), gain)
     s = scores.masked_fill(~seen, 0.0)
-    lowest = s.detach().gather(-1, _lowest(scores.detach().masked_fill(~seen, float("-inf")), gain))
-    x = (gain * (s - lowest)).masked_fill(~seen | (s < lowest), float("-inf"))
+    x = _above(s, place, gain).masked_fill(~seen | (s < s.gather(-1, place)), float("-inf"))
 
     with torch.no_grad():
         low, high = torch.zeros_like(x[..., :1]), torch.ones_like(x[..., :1])
         for _ in range(60):
             middle = (low + high) / 2
-            above = _root(x + middle, gain).sum(-1, keepdim=True) >= 1.0
+            above = _root(x + middle**steep, gain).sum(-1, keepdim=True) >= 1.0
             low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-        value, found = _root(x + high, gain).detach(), -high  # no_grad does not stop a tangent that rides on α
+        value = _root(x + high**steep, gain).detach()  # no_grad does not stop a tangent that rides on α
+        found = -(high**steep).clamp_min(SMALLEST).detach()
         inside = (x > found) & (value > 0)
-    tau = found = found.detach()
+    tau = found
     for _ in range(3):
         t = torch.where(inside, x - tau, 1.0)
         total = torch.where(inside, t ** (1.0 / gain), 0.0).sum(-1, keepdim=True)
-        excess = total - total.detach()  # 0: what rounding leaves of it would ride on the slopes
+        excess = total - total.detach()  # 0: what rounding, or SMALLEST, leaves of it would ride on the slopes
         fall = torch.where(inside, t ** (1.0 / gain - 1.0), 0.0).sum(-1, keepdim=True) / gain
         step = excess / fall.masked_fill(empty, 1.0)
         tau = found + (step - step.detach()) + (tau - tau.detach())
@@ -55,6 +59,16 @@ def solve(scores, visible, alpha):
     total = value.sum(-1, keepdim=True).masked_fill(empty, 1.0)  # 1 but for rounding
     nan = scores.isnan().any(-1, keepdim=True) | (scores == float("inf")).any(-1, keepdim=True)
     return ((value + (p - p.detach())) / total).masked_fill(nan, float("nan"))
+
+
+def _above(s, place, gain):
+    """(α−1)·(s − lowest). Beyond α = 2 the lowest has the largest slope, which would cancel: there it moves along."""
+    lowest = s.gather(-1, place)
+    still = gain * (s - lowest.detach())
+    moving = (gain * (s - lowest)).scatter(-1, place, 0.0)
+    if isinstance(gain, torch.Tensor):
+        return torch.where(gain > 1.0, moving, still)
+    return moving if gain > 1.0 else still
 
 
 def _root(t, gain):
@@ -161,7 +175,7 @@ normalizer = Threshold(
         "alpha",
         default=1.5,
         low=1.0,
-        high=2.0,
+        high=32.0,
         fused_low=1.005,
         fused_high=2.0,
         wide_below=NEAR,

@@ -57,7 +57,7 @@ def run(missing: list[str], texts: list[str], folder, backend: str | None = None
     ("missing", "backend", "calls"),
     [
         (["numba", "llvmlite"], "reference", {
-            "regard.softmax(torch.zeros(2))": "pip install numba",
+            "regard.sparsemax(torch.zeros(2))": "pip install numba",
             "regard.attention(q, q, q, normalizer='sparsemax')": "pip install numba",
         }),
         (["triton"], None, {

@@ -84,7 +84,7 @@ def why_not_fused(problem: Problem, on_gpu: bool) -> str | None:
 
 def find_gpu_obstacle(problem: Problem) -> str | None:
     """Why the GPU kernels cannot take the tensors of a problem; None if they can, or are interpreted."""
-    if not problem.q.is_cuda:
+    if problem.q.device.type != "cuda":
         return None
     if problem.q.dtype == torch.float64:
         return "float64, which the GPU kernels do not take"

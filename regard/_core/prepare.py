@@ -147,8 +147,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         visible, key_lengths = resolve_mask(given.mask, beside, q, queries, keys, counts_distance)
         is_causal, left, right, interval = visible.causal, visible.left, visible.right, visible.interval
     score_params = None if score is None else score.stack_params(heads, q, accumulator(q.dtype))
-    sides = dict(causal=is_causal, left=left, right=right)
-    template = Problem(q, k, v, choice, scale, softcap, **sides, dropout_p=dropout_p, stats=measured, score=score)
+    template = Problem(q, k, v, choice, scale, softcap, dropout_p=dropout_p, stats=measured, score=score)
+    template.causal, template.left, template.right = is_causal, left, right
     given_options = bias, mask, temperature, sink, key_lengths, None, interval, row_bias, relative, None, score_params
     problem = template.with_tensors((q, k, v, *given_options))
     theta = None

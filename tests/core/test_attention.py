@@ -47,17 +47,6 @@ def test_numpys_numbers_are_numbers():
     assert torch.equal(regard.attention(q, k, v, window=(np.int64(2), None), **theirs), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("keys", [1, 3, 15, 40])
-def test_a_nan_shows_in_plain_softmax_however_few_the_keys(keys, dtype):
-    q, k, v = (torch.randn(1, 2, length, 4).to(dtype) for length in (6, keys, keys))
-    k[0, 1, 0] = q[0, 0, 2] = math.nan
-    out = regard.attention(q, k, v, is_causal=True)
-    lost = torch.zeros(1, 2, 6, dtype=torch.bool)
-    lost[0, 1] = lost[0, 0, 2] = True  # every query of head 1 sees key 0
-    assert torch.equal(out.isnan().all(-1), lost) and torch.equal(out.isnan().any(-1), lost)
-
-
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("keys", [9, 14])
 def test_torchs_own_causal_masks_that_hold_no_numbers(make, keys):
@@ -204,7 +193,7 @@ def test_heads_too_wide_for_a_gpu_go_by_the_reference(monkeypatch):
             problem = Problem(q, q, q, choice, 1.0)
             assert choose(problem, None, None).backend == backend
             if backend == "reference":
-                with pytest.raises(ValueError, match=f"heads of up to {width - 1} here, got {width}"):
+                with pytest.raises(ValueError, match=f"heads of {width}, for which the GPU"):
                     choose(problem, None, "triton")
     device.clear()
 

@@ -23,7 +23,7 @@ def test_mps_and_some_intel_gpus_have_no_float64(monkeypatch):
     assert not device.supports_float64(torch.device("xpu", 0))
 
 
-@pytest.mark.parametrize("name", ["softmax", "relu", "sigmoid", "entmax15", "entmax(alpha=2.5)"])
+@pytest.mark.parametrize("name", ["softmax", "relu", "sigmoid", "entmax15", "entmax(alpha=1.002)"])
 def test_attention_and_statistics_by_the_reference_stay_in_float32(name, monkeypatch):
     q, k, v = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
     options = dict(is_causal=True, normalizer=name, return_stats=True)

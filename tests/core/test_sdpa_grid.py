@@ -194,12 +194,6 @@ def test_grouped_queries(query_heads, key_heads, causal, backend):
     assert_peers(q, k, v, backend, enable_gqa=True, is_causal=causal)
 
 
-def test_grouped_queries_with_other_groups_for_values():
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (heads(generator, 2, count, 13, 8, torch.float32) for count in (12, 3, 6))
-    assert_peers(q, k, v, "cpu", enable_gqa=True)
-
-
 @pytest.mark.parametrize(
     "call",
     [

@@ -205,8 +205,8 @@ def test_outside_of_its_bounds_nobody_calls_the_tile_functions(tmp_path, monkeyp
         ):
             torch.testing.assert_close(function(mine), function(theirs), rtol=1e-5, atol=1e-6)
         if b != 1.0:
-            with pytest.raises(ValueError, match=r"b must lie in \[-1.0, 1.0\] where rows are in parts"):
-                plan.choose_engine(Problem(q, k, v, normalizers.get(mine), 1.0), None)
+            parts, rows = plan.choose_engine(Problem(q, k, v, normalizers.get(mine), 1.0), None)
+            assert parts is None and rows.__name__ == "regard.parallel.reference_rows"
 
 
 REACH = normalizers.Parameter("alpha", default=2.0, low=1.2, high=2.0, fused_low=2.0)

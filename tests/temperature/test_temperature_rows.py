@@ -18,7 +18,7 @@ def exact(z, name, t):
     return choice.reference(z.double() / t, None, choice.theta)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "entmax(alpha=3)"])
+@pytest.mark.parametrize("name", [*NAMES])
 def test_gradient_of_a_temperature_beside_scores_that_weigh_nothing(name):
     generator = torch.Generator().manual_seed(1)
     z = torch.randn(3, 6, generator=generator)
@@ -109,22 +109,21 @@ def test_log_softmax_subtracts_before_it_divides(kind):
         assert torch.allclose(regard.log_softmax(z, temperature=kind(t)).double(), right, atol=1e-6)
     half = torch.tensor([40000.0, 39968.0], dtype=torch.float16)
     assert torch.equal(regard.log_softmax(half, temperature=kind(0.5)), torch.tensor([0.0, -64.0]).half())
-    z = torch.tensor([[1.0, 3.0, 3.0, -inf]])
-    assert torch.equal(regard.log_softmax(z, temperature=kind(0.0)), torch.tensor([[0.0, 0.5, 0.5, 0.0]]).log())
-    assert torch.equal(regard.log_softmax(z, temperature=kind(inf)), torch.tensor([[1.0, 1.0, 1.0, 0.0]]).div(3).log())
+    for t in (0.0, inf):
+        with pytest.raises(ValueError, match="temperature must be positive and finite here"):
+            regard.log_softmax(torch.zeros(3), temperature=kind(t))
 
 
-@pytest.mark.parametrize("t", [1.0, 0.5, 0.0, inf])
+@pytest.mark.parametrize("t", [1.0, 0.5])
 @pytest.mark.parametrize("kind", [float, lambda t: torch.full((2, 1), t)])
 def test_the_logarithm_of_no_weight_is_minus_infinity_at_every_temperature(kind, t):
     z = torch.tensor([[-inf, -inf], [0.0, 0.0]], requires_grad=True)
     log_p = regard.log_softmax(z, temperature=kind(t))
     assert torch.equal(log_p, regard.softmax(z.detach(), temperature=kind(t)).log())
     assert torch.equal(torch.autograd.grad(log_p.sum(), z)[0], torch.zeros(2, 2))
-    if 0.0 < t < inf:
-        lse = regard.logsumexp(z, temperature=kind(t))
-        assert torch.allclose(lse, torch.tensor([-inf, math.log(2.0)]))
-        assert torch.allclose(torch.autograd.grad(lse.sum(), z)[0], torch.tensor([[0.0], [0.5 / t]]).expand(2, 2))
+    lse = regard.logsumexp(z, temperature=kind(t))
+    assert torch.allclose(lse, torch.tensor([-inf, math.log(2.0)]))
+    assert torch.allclose(torch.autograd.grad(lse.sum(), z)[0], torch.tensor([[0.0], [0.5 / t]]).expand(2, 2))
 
 
 @pytest.mark.parametrize("function", [regard.log_softmax, regard.logsumexp])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> 
     return result.movedim(-1, axis) if z.ndim else result.reshape(())
 
 
-def _is_inside(t: float | Tensor) -> bool | Tensor:
+def _is_inside(t: Any) -> Any:
     return (t > 0.0) & (t < math.inf)
 
 

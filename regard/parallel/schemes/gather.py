@@ -28,7 +28,8 @@ def forward(plan: Plan) -> Forward:
     problem, rows = plan.problem, plan.problem.q.shape[:3]
     like = dict(dtype=problem.accumulator, device=problem.q.device)
     o = torch.empty((*rows, problem.v.shape[-1]), **like)
-    found = Forward(o, *(torch.zeros(rows, **like) for _ in "mz"), torch.zeros((len(problem.stats), *rows), **like))
+    state, stats = torch.zeros((2, *rows), **like), torch.zeros((len(problem.stats), *rows), **like)
+    found = Forward(o, state[0], state[1], stats)
     for here, chunk in _chunks(plan, *_gather_keys(plan)):
         own = plan.kernels.forward(chunk)
         found.o[:, :, here], found.shift[:, :, here], found.z[:, :, here] = own.o, own.shift, own.z

@@ -178,13 +178,12 @@ def test_the_rest_of_a_users_ratio_joins_once_where_keys_are_in_parts(tmp_path):
     """The silent 1 beside two halves of the keys, which each rank's part leaves out."""
     q, k, v = torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(9))
     with discovered(tmp_path, "ninth", NINTH.format(power=1.0)) as choice:
-        for backend in ("cpu", "triton"):
-            total, engine = merge.Total(choice), plan.choose_engine(Problem(q, k, v, choice, 0.5), backend)
-            for first in (0, 3):
-                here = slice(first, first + 3)
-                total.add(engine.forward(Problem(q, k[:, :, here], v[:, :, here], choice, 0.5, first_key=first)))
-            out = total.finish(Problem(q, k, v, choice, 0.5))[0]
-            torch.testing.assert_close(out, regard.attention(q, k, v, normalizer="ninth"))
+        total, (engine, _) = merge.Total(choice), plan.choose_engine(Problem(q, k, v, choice, 0.5), "cpu")
+        for first in (0, 3):
+            here = slice(first, first + 3)
+            total.add(engine.forward(Problem(q, k[:, :, here], v[:, :, here], choice, 0.5, first_key=first)))
+        out = total.finish(Problem(q, k, v, choice, 0.5))[0]
+        torch.testing.assert_close(out, regard.attention(q, k, v, normalizer="ninth"))
 
 
 def test_a_ninth_normaliser_from_a_file_and_its_edit(tmp_path):

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import shlex
 import sys
 from pathlib import Path
-from typing import IO
 
-import numpy
 import torch
 import torch.nn.functional as F
 
-from regard.health.models.tiny import TinyLM, load
+from regard.health.models.tiny import TinyLM, load, save
 from regard.lab.training import Setting, Trial
 from regard.lab.training.loop import evaluate
 from regard.lab.training.step import Step
@@ -30,7 +27,6 @@ MODELS = {
     "tiny-scaled": dict(scale="sqrt", rate=4e-3, decay=0.01, steps=500, batch=16),
     "tiny-unscaled": dict(scale="none", rate=0.1, decay=0.01, steps=300, batch=8),
 }
-LEVELS = 7  # a saved matrix keeps −7, −6, …, 7 times a step per row, about 4 bits a weight in the file
 
 
 class TinyTrial(Trial):
@@ -57,28 +53,6 @@ class TinyTrial(Trial):
     def evaluate(self) -> dict[str, float]:
         generator = torch.Generator().manual_seed(0)
         return {"loss": float(self.loss((draw_windows(self.unseen, 128, self.length, generator),)))}
-
-
-def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (whole numbers from −LEVELS to LEVELS, a step per row): their product is the matrix, rounded."""
-    steps = matrix.abs().amax(1, keepdim=True) / LEVELS
-    return (matrix / steps).round().to(torch.int8), steps
-
-
-def save(model: TinyLM, file: Path | IO[bytes], **notes: str) -> None:
-    """Write the weights, matrices rounded by `quantize`, the model's options and notes to one .npz file."""
-    state = model.state_dict().values()
-    matrices = [quantize(value) for value in state if value.ndim == 2]
-    parts = dict(
-        numbers=[numbers for numbers, _ in matrices],
-        steps=[steps.half() for _, steps in matrices],
-        vectors=[value.half() for value in state if value.ndim == 1],
-    )
-    arrays: dict[str, object] = {
-        name: torch.cat([x.flatten() for x in values]).numpy() for name, values in parts.items()
-    }
-    arrays["notes"] = numpy.array(json.dumps({"options": model.options, **notes}))
-    numpy.savez_compressed(file, **arrays)
 
 
 def train(name: str, data: Path, device: str = "cpu", seed: int = 0) -> tuple[TinyLM, float]:

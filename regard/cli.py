@@ -117,9 +117,3 @@ def overview() -> str:
     lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
     usage = "usage: regard COMMAND [options]     (regard COMMAND --help lists its options)"
     return "\n".join(["regard: look at attention with attention", "", usage, "", *lines])
-
-
-if __name__ == "__main__":  # python -m regard.cli: commands import regard.cli, which must be the module that runs
-    from regard.cli import main as run
-
-    sys.exit(run())

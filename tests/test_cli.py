@@ -103,7 +103,7 @@ def test_help_names_every_command(words, capsys):
 
 
 def test_the_module_itself_is_the_command_too():
-    found = subprocess.run([sys.executable, "-m", "regard.cli", "lisst"], capture_output=True, text=True, timeout=120)
+    found = subprocess.run([sys.executable, "-m", "regard", "lisst"], capture_output=True, text=True, timeout=120)
     assert found.returncode == 2 and "did you mean list?" in found.stderr
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from regard.health.commands.files import check_path
+from regard.health.report import files
 from regard.lab.run import Result, check_name, names, run_all
 from regard.table import Table
 
@@ -47,10 +48,10 @@ def main(options: argparse.Namespace) -> int:
             failures.append(f"{name}: {type(outcome).__name__}: {outcome}")
     _print(results, options)
     if path is not None and results:
-        from regard.lab.page import write
+        from regard.lab.page import page
 
         try:
-            write(path, results, options.seed)
+            files.write(path, page(results, options.seed))
         except OSError as refused:
             options.fail(f"--html {path} cannot be written: {refused.strerror}")
         print(f"wrote {path}", file=sys.stderr)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 import regard
-from regard.health.report import files
 from regard.lab.claim import BEYOND, CORE, NOTES, OURS, Check
 from regard.lab.mathml import formula_line
 from regard.lab.run import Result
@@ -21,11 +19,6 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 
 
 STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-
-
-def write(path: str | os.PathLike[str], results: Sequence[Result], seed: int = 0) -> None:
-    """Write the page of these results, atomically."""
-    files.write(path, page(results, seed))
 
 
 def page(results: Sequence[Result], seed: int = 0) -> str:

@@ -3,6 +3,7 @@
 import pytest
 
 from regard import lab
+from regard.health.report import files
 from regard.lab import page
 from regard.lab.mathml import formula_line
 from regard.lab.run import claims
@@ -13,7 +14,7 @@ CLAIMS = ("jacobian", "gradient-norm", "scaled-example", "causal-and-padding", "
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     path = tmp_path_factory.mktemp("lab") / "lab.html"
-    page.write(path, [lab.run(name) for name in CLAIMS])
+    files.write(path, page.page([lab.run(name) for name in CLAIMS]))
     return path.as_uri()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from regard import lab
 from regard.cli import main
+from regard.health.report import files
 from regard.lab import page
 from regard.lab.claim import NOTES
 from regard.lab.run import claims
@@ -80,7 +81,7 @@ def test_a_page_that_is_refused_at_the_end_is_one_line(capsys, monkeypatch, tmp_
     def refuse(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(page, "write", refuse)
+    monkeypatch.setattr(files, "write", refuse)
     path = str(tmp_path / "lab.html")
     assert main(["lab", "e24", "--html", path]) == 2
     assert capsys.readouterr().err.startswith(f"regard lab: --html {path} cannot be written: No space left on device")
@@ -103,7 +104,7 @@ class Reader(HTMLParser):
 def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("lab") / "lab.html"
     path.write_text("an older page")
-    page.write(path, [lab.run(name) for name in ("jacobian", "scaled-example", "gradient-norm")])
+    files.write(path, page.page([lab.run(name) for name in ("jacobian", "scaled-example", "gradient-norm")]))
     assert [p.name for p in path.parent.iterdir()] == ["lab.html"]  # nothing is left beside it
     return path.read_text(encoding="utf-8")
 
@@ -138,7 +139,7 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path, monkeypatch):
     path.write_text("an older page")
     monkeypatch.setattr(page, "section", lambda result: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        page.write(path, [lab.run("e24")])
+        files.write(path, page.page([lab.run("e24")]))
     assert path.read_text() == "an older page" and len(list(tmp_path.iterdir())) == 1
 
 
@@ -146,5 +147,5 @@ def test_a_page_is_not_written_through_what_lies_beside_it(tmp_path):
     """In a folder that others can write to, a link may lie where the page is made."""
     (tmp_path / "theirs").write_text("as it was")
     (tmp_path / f".lab.html.{os.getpid()}").symlink_to(tmp_path / "theirs")
-    page.write(tmp_path / "lab.html", [lab.run("e24")])
+    files.write(tmp_path / "lab.html", page.page([lab.run("e24")]))
     assert (tmp_path / "theirs").read_text() == "as it was" and not (tmp_path / "lab.html").is_symlink()

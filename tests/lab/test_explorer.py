@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from functools import partial
 
 import pytest
 import torch
@@ -89,7 +90,8 @@ def test_free_energy_is_energy_minus_temperature_times_entropy():
 
 def test_the_page_is_served_until_ctrl_c():
     command = [sys.executable, "-m", "regard", "explore", "--no-browser"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs inherit that it is ignored
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as server:
         try:
             address = server.stderr.readline().split()[-1]
             assert address.startswith("http://127.0.0.1:")

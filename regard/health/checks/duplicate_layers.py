@@ -16,7 +16,8 @@ KIND = "duplicate layers"
 def check(trial: Trial) -> list[Finding]:
     trial.tokens  # noqa: B018 – without token ids no check is made
     modules = dict(trial.part.named_modules())
-    weights = {key: own for key in unique_keys(trial) if (own := weights_of(modules, key[0]))}
+    keys = [(layer.name, layer.use) for layer in trial.layers if layer.use == 0]  # the first use of each module
+    weights = {key: own for key in keys if (own := weights_of(modules, key[0]))}
     if len(weights) < 2:
         raise NotApplicable("fewer than two layers have weights of their own")
     groups: list[list[Key]] = []
@@ -40,11 +41,6 @@ def check(trial: Trial) -> list[Finding]:
         "all weights of two attention modules equal, and not those of every other layer",
         "Check the names in the conversion of weights: one layer was read twice.",
     )
-
-
-def unique_keys(trial: Trial) -> list[Key]:
-    """The first use of each module that was measured."""
-    return [(layer.name, layer.use) for layer in trial.layers if layer.use == 0]
 
 
 def weights_of(modules: dict[str, nn.Module], name: str) -> list[Tensor]:

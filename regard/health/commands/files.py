@@ -96,8 +96,8 @@ def save_report(report: Report, paths: Iterable[Path]) -> tuple[list[Path], list
 
 def report_failure(command: str, error: Exception, path: Path | None) -> int:
     """Print why the work, or the file at `path`, failed; return the exit status 1."""
-    refused = isinstance(error, OSError)
-    print_error(command, f"{str(path)!r} could not be written: {error.strerror or error}" if refused else str(error))
+    refused = f"{str(path)!r} could not be written: {error.strerror or error}" if isinstance(error, OSError) else ""
+    print_error(command, refused or str(error))
     return 1
 
 

@@ -94,7 +94,7 @@ def load(
     title = _title(folder.resolve()) if folder.exists() else spec
     batches, source, tokenizer = _make_batches(transformers, spec, model, text, length, batch, limit)
     if predictor is not None and predictor.config.name_or_path and not hasattr(predictor.config, "mask_token_id"):
-        predictor.config.mask_token_id = _mask_token(transformers, spec)
+        predictor.config.mask_token_id = tokenizer.mask_token_id
     return Subject(title, model, batches, dict(input=source, **notes), tokenizer, predictor)
 
 
@@ -119,11 +119,6 @@ def _load_model(transformers: Any, spec: str, options: dict) -> tuple[Any, Any, 
             return whole.base_model, whole, found
     model, found = transformers.AutoModel.from_pretrained(spec, **options)
     return model, None, found
-
-
-def _mask_token(transformers: Any, spec: str) -> int | None:
-    """The id of the tokenizer's mask token."""
-    return transformers.AutoTokenizer.from_pretrained(spec, trust_remote_code=False).mask_token_id
 
 
 def describe_error(error: BaseException) -> str:

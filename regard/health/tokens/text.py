@@ -191,7 +191,7 @@ class TokenBatch:
 def as_token_batch(batch: Any, device: torch.device) -> TokenBatch | None:
     """Returns a batch on the model's device, or None if it has no token ids [B, N]."""
     made = as_batch(batch, device)
-    ids = made.named.get(made.key) if isinstance(made.key, str) else next(iter(made.args), None)
+    ids: Any = made.named.get(made.key) if isinstance(made.key, str) else next(iter(made.args), None)
     return made if is_ids(ids) and ids.shape[0] > 0 and ids.shape[1] > 1 else None
 
 

@@ -69,6 +69,9 @@ def _with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, creating its folder."""
+    """Write a file atomically, creating its folder; an error names the file, not the temporary one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(path, content)
+    try:
+        files.write(path, content)
+    except OSError as wrong:
+        raise OSError(wrong.errno, wrong.strerror or str(wrong), str(path)) from wrong

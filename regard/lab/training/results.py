@@ -161,11 +161,6 @@ def final_bands(result: dict, variants: Mapping[float, str], metric: str | None 
     return list(found), *([estimate[side] for estimate in found.values()] for side in ("low", "mean", "high"))
 
 
-def describe_means(bands: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    """Return the means of bands as text: "dot 1.5, 1.6; scaled 1.4, 1.4"."""
-    return "; ".join(f"{name} {', '.join(f'{y:.4g}' for y in columns[2])}" for name, columns in bands.items())
-
-
 def has_shipped(name: str) -> bool:
     """True if this version ships a result of the experiment."""
     return (SHIPPED / f"{name}.json").exists()

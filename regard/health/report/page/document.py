@@ -19,8 +19,9 @@ from typing import Any
 def make_document(title: str, body: str, scripts: Sequence[str] = (), numbers: str = "", style: str = "") -> str:
     """The file's text: `body` is HTML, `scripts` files of this folder, `numbers` the result of `pack`, `style` CSS."""
     code, style = "".join(map(_read, ("draw.js", *scripts))) if scripts else "", _read("page.css") + style
+    allowed = _hash(code) if code else "'none'"
     policy = (
-        f"default-src 'none'; script-src {_hash(code) if code else _NONE}; style-src {_hash(style)}; img-src data:; "
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     tail = f"""<script type="application/octet-stream" id="numbers">{numbers}</script>
@@ -42,9 +43,6 @@ def make_document(title: str, body: str, scripts: Sequence[str] = (), numbers: s
 {tail if code else ""}</body>
 </html>
 """
-
-
-_NONE = "'none'"
 
 
 def embed(page: str, height: int = 720) -> str:

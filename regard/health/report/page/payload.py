@@ -21,15 +21,14 @@ if TYPE_CHECKING:
     from regard.health.readings.layer_reading import LayerReading
     from regard.health.report.report import Report
 
-MEANING = STATISTICS
 ABLATION = "ablation"
 KEYS = ("mean", "std", "min", "q05", "q50", "q95", "max")
 
 
 def describe_statistics() -> dict[str, list]:
     """Names and meanings, and the value below which a quantile is only known to be smaller."""
-    least = [shorten(bins.least(name), 2) for name in MEANING]
-    return dict(statistics=list(MEANING), meaning=list(MEANING.values()), least=least)
+    least = [shorten(bins.least(name), 2) for name in STATISTICS]
+    return dict(statistics=list(STATISTICS), meaning=list(STATISTICS.values()), least=least)
 
 
 def list_layers(heads: Sequence[tuple[int, str]]) -> list[dict[str, Any]]:
@@ -41,7 +40,7 @@ def list_numbers(
     statistics: Mapping[str, Mapping[str, float | None]], keys: Sequence[str], digits: int
 ) -> list[list[float | None]]:
     """Per statistic the numbers named by `keys`, of a head's JSON."""
-    return [[shorten(statistics.get(name, {}).get(key), digits) for key in keys] for name in MEANING]
+    return [[shorten(statistics.get(name, {}).get(key), digits) for key in keys] for name in STATISTICS]
 
 
 def shorten(x: float | None, digits: int) -> float | None:
@@ -65,7 +64,8 @@ def make_payload(report: Report, groups: int, digits: int, changed: bool = True,
     known = [head.reading for heads in treatments.values() for head in heads if groups]
     readings = {id(reading): reading for reading in known if reading is not None}
     axes = {
-        name: _choose_axis([reading.histogram[ROW[name]] for reading in readings.values()], groups) for name in MEANING
+        name: _choose_axis([reading.histogram[ROW[name]] for reading in readings.values()], groups)
+        for name in STATISTICS
     }
     shapes = {key: _rebin(reading, axes) for key, reading in readings.items()}
     keys = KEYS if spread else KEYS[:1]
@@ -76,7 +76,7 @@ def make_payload(report: Report, groups: int, digits: int, changed: bool = True,
             layer=head.index,
             head=head.head,
             numbers=list_numbers(head.to_json()["statistics"], keys, digits) + effect,
-            shapes=[layer[head.head] for layer in shapes[id(head.reading)]] if groups else [[] for _ in MEANING],
+            shapes=[layer[head.head] for layer in shapes[id(head.reading)]] if groups else [[] for _ in STATISTICS],
             curves=_align(head.curves) if groups else {},
         )
 
@@ -88,7 +88,7 @@ def make_payload(report: Report, groups: int, digits: int, changed: bool = True,
     return dict(
         **statistics,
         layers=list_layers([(head.index, head.layer) for head in report.heads]),
-        axes=[_edges(name, axes[name]) for name in MEANING],
+        axes=[_edges(name, axes[name]) for name in STATISTICS],
         treatments=[
             dict(name=name, heads=list(map(describe, heads)), flagged=list_flagged(found[name]))
             for name, heads in treatments.items()

@@ -40,12 +40,8 @@ def list_headlines(report: Report) -> str:
     more = f"<li>and {count_noun(left, 'more finding')}, below</li>" if left else ""
     if not grave:
         return ""
-    return f'<ul class="headlines">{lines}{more}</ul><p class="first-step"><b>Do first:</b> {_first_step(grave[0])}</p>'
-
-
-def _first_step(finding: Finding) -> str:
-    """The first sentence of a remedy."""
-    return link_words(finding.remedy.split(". ")[0].rstrip(".") + ".")
+    step = link_words(grave[0].remedy.split(". ")[0].rstrip(".") + ".")  # the first sentence
+    return f'<ul class="headlines">{lines}{more}</ul><p class="first-step"><b>Do first:</b> {step}</p>'
 
 
 def describe_where(report: Report, finding: Finding) -> str:

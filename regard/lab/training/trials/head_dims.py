@@ -14,7 +14,7 @@ from typing import Any
 
 from regard.lab.figure import Figure
 from regard.lab.training.experiment import Preset
-from regard.lab.training.results import describe_means, final_bands
+from regard.lab.training.results import final_bands
 
 WIDTH = 256
 DIMS = (16, 64, 256)
@@ -37,5 +37,6 @@ FULL = preset(500, 100, layers=2, length=128, batch=16, rows=64)  # of `scale` a
 def loss_figure(result: dict, kinds: Iterable[str]) -> Figure:
     """Draw the validation loss of each kind against d_k."""
     loss = {kind: final_bands(result, {d: f"{kind}-d{d}" for d in DIMS}) for kind in kinds}
-    words = f"Validation loss at d_k 16, 64 and 256 with 95 % intervals over seeds: {describe_means(loss)}."
+    means = "; ".join(f"{kind} {', '.join(f'{y:.4g}' for y in columns[2])}" for kind, columns in loss.items())
+    words = f"Validation loss at d_k 16, 64 and 256 with 95 % intervals over seeds: {means}."
     return Figure("bands", "d_k", "validation loss", loss, log="x", alt=words)

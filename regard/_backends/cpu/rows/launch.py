@@ -14,7 +14,6 @@ tensor([[ 0.5000, -0.5000]])
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel, precision_of
 from regard._backends.cpu.rows import pointwise, ratio, threshold
-from regard._backends.cpu.threads import SMALL, run_row_ranges
+from regard._backends.cpu.threads import run_row_ranges
 from regard.normalizers import Choice, Normalizer
 
 SCRATCH, PADDING, MIN_WIDTH = 4, 32, 2048  # rows of working space per thread; room behind each for whole vectors
@@ -51,13 +50,8 @@ def forward(
 
 def plan(choice: Choice, scale: float) -> Callable[[Tensor], Tensor]:
     """A function that gives p = normaliser(scale·s) for tensors s [..., N]."""
-    is_softmax = choice.name == "softmax" and scale == 1.0
 
     def normalize(s: Tensor) -> Tensor:
-        if is_softmax and s.numel() < SMALL:  # torch's kernel, which a call reaches sooner
-            p = torch.softmax(s, -1)
-            if math.isfinite(p.sum()):  # torch's rows of −inf alone are NaN, ours are 0
-                return p
         return forward(s.reshape(-1, s.shape[-1]).contiguous(), choice, None, None, scale)[0].view(s.shape)
 
     return normalize

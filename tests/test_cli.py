@@ -21,11 +21,6 @@ from regard.table import Table
 FUSED = [name for name in normalizers.names() if normalizers.get(name).fused]
 
 
-def run(*words, **env):
-    command = [sys.executable, "-m", "regard", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=120)
-
-
 def test_list_in_a_pipe_is_one_plain_line_per_normalizer(capsys):
     assert cli.main(["list"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
@@ -102,11 +97,6 @@ def test_help_names_every_command(words, capsys):
     assert all(f"  {name} " in out for name in cli.COMMANDS)
 
 
-def test_the_module_itself_is_the_command_too():
-    found = subprocess.run([sys.executable, "-m", "regard", "lisst"], capture_output=True, text=True, timeout=120)
-    assert found.returncode == 2 and "did you mean list?" in found.stderr
-
-
 def test_version_has_one_source(capsys):
     import regard
 
@@ -164,7 +154,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(command, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])  # both end in one `except`
 def test_a_closed_pipe_is_no_error(unbuffered):
     read, write = os.pipe()
     os.close(read)
@@ -175,7 +165,9 @@ def test_a_closed_pipe_is_no_error(unbuffered):
 
 
 def test_a_terminal_without_greek_still_lists():
-    found = run("list", PYTHONIOENCODING="ascii")
+    """And `python -m regard.cli` is the command too."""
+    command, env = [sys.executable, "-m", "regard.cli", "list"], os.environ | {"PYTHONIOENCODING": "ascii"}
+    found = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert found.returncode == 0, found.stderr
     assert "softmax1" in found.stdout
 
@@ -303,6 +295,7 @@ def test_table_goes_to_the_file_given():
     assert file.getvalue() == "a\n1\n"
 
 
+@pytest.mark.slow  # test_ctrl_c_ends_with_130_and_no_traceback has the same line of cli.main
 def test_ctrl_c_in_a_running_process_is_status_130(tmp_path):
     (tmp_path / "interrupted_command.py").write_text(
         "import os, signal\n"

@@ -48,28 +48,6 @@ def test_nothing_runs_text_or_pickles(path):
             assert "shell" not in options, place
 
 
-OFFLINE = """
-import socket, sys
-
-def refuse(*args, **kwargs):
-    raise AssertionError("the network was asked")
-
-socket.getaddrinfo = socket.create_connection = refuse
-socket.socket.connect = socket.socket.connect_ex = refuse
-from regard.cli import main
-for command in ("list", "lab range", "examine here:make"):
-    assert main(command.split()) == 0, command
-"""
-
-
-def test_nothing_asks_the_network(tmp_path):
-    pytest.importorskip("transformers")
-    (tmp_path / "here.py").write_text(HERE, encoding="utf-8")
-    run = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert "the network was asked" not in run.stderr
-    assert run.returncode == 0, run.stderr[-1500:]
-
-
 HERE = """
 import torch
 
@@ -101,10 +79,18 @@ def lying(kind: str, path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + b"\0" * 16)
 
 
-EXAMINE = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (12 << 30,) * 2)
+OFFLINE = """
+import resource, socket, sys
+
+def refuse(*args, **kwargs):
+    raise AssertionError("the network was asked")
+
+socket.getaddrinfo = socket.create_connection = refuse
+socket.socket.connect = socket.socket.connect_ex = refuse
 from regard.cli import main
+for command in ("list", "lab range", "examine here:make --out here.json"):
+    assert main(command.split()) == 0, command
+resource.setrlimit(resource.RLIMIT_AS, (12 << 30,) * 2)
 for folder in sys.argv[1:]:
     try:
         code = main(["examine", folder, "--limit", "1"])
@@ -116,15 +102,17 @@ print("refused both")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
-def test_a_header_that_lies_is_refused_before_anything_is_allocated(tmp_path):
+def test_nothing_asks_the_network_and_a_header_that_lies_is_refused_before_anything_is_allocated(tmp_path):
     pytest.importorskip("transformers")
+    (tmp_path / "here.py").write_text(HERE, encoding="utf-8")
     folder = tiny_model(tmp_path)
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     lying("a header of an exabyte", folder / "model.safetensors")
     lying("a tensor of a terabyte", other / "model.safetensors")
-    command = [sys.executable, "-c", EXAMINE, str(folder), str(other)]
+    command = [sys.executable, "-c", OFFLINE, str(folder), str(other)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
+    assert "the network was asked" not in run.stderr
     assert run.stdout.endswith("refused both\n"), run.stderr[-1500:]
     assert "Traceback" not in run.stderr and "emory" not in run.stderr, run.stderr[-1500:]
     assert not list(tmp_path.glob("*.html"))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from rows_data import with_dtypes
 from torch.nn import functional
 from torch.testing import assert_close
 
@@ -27,8 +28,7 @@ def make_rows(count, n, dtype=torch.float64, seed=0):
     return logits, target
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), with_dtypes(NAMES))
 @pytest.mark.parametrize("n", [1, 7, 130, 5000])
 def test_losses_and_gradients_are_those_of_float64(name, n, dtype):
     logits, target = make_rows(9, n, dtype)

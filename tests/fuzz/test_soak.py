@@ -45,8 +45,10 @@ def test_two_threads_at_once():
 
 
 WORKERS = """
-    import torch, regard
+    import os, torch, regard
     from torch.utils.data import DataLoader, Dataset
+    from regard import normalizers
+    from regard._backends.cpu.rows import launch as rows
 
     class Rows(Dataset):
         def __len__(self): return 6
@@ -56,17 +58,23 @@ WORKERS = """
             return regard.sparsemax(z), regard.attention(q, q, q, normalizer="entmax15")
 
     if __name__ == "__main__":
+        torch.set_num_threads(2)
         here = [Rows()[i] for i in range(6)]  # the parent's threads have run before the fork
-        for kind, workers in (("fork", 2), ("spawn", 1)):
-            loader = DataLoader(Rows(), batch_size=None, num_workers=workers, multiprocessing_context=kind, timeout=100)
-            for (p, o), (right, out) in zip(loader, here, strict=True):
-                assert torch.equal(p, right) and torch.allclose(o, out)
+        loader = DataLoader(Rows(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=100)
+        for (p, o), (right, out) in zip(loader, here, strict=True):
+            assert torch.equal(p, right) and torch.allclose(o, out)
+        s, choice = torch.randn(512, 512), normalizers.get("softmax")
+        before, child = rows.forward(s, choice)[0], os.fork()
+        if child == 0:
+            after = rows.forward(s, choice)[0]
+            os._exit(0 if (after.numpy() == before.numpy()).all() else 1)  # torch's own threads do not survive
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         print("same")
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_data_loader_workers(tmp_path):
+def test_forked_workers(tmp_path):
     script = tmp_path / "workers.py"
     script.write_text(textwrap.dedent(WORKERS), encoding="utf-8")
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)

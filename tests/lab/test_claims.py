@@ -21,7 +21,7 @@ from regard.lab.run import claims
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("seeds", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [3, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", lab.names())
 def test_another_seed_gives_the_same_verdict(name, seeds):
     assert len({lab.run(name, seed).verdict for seed in range(seeds)}) == 1

@@ -11,7 +11,13 @@ from regard.lab.training.trials import pairs, text
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-SLOW = ("retrieval-trained", "variants", "variants-length", "variants-translation")  # models of others in this list
+SLOW = (
+    "retrieval-trained",
+    "variants",
+    "variants-length",
+    "variants-recall",
+    "variants-translation",
+)  # models of others in this list
 
 
 @pytest.mark.parametrize(

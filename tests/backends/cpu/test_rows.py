@@ -248,23 +248,6 @@ def test_an_interrupt_that_ctypes_drops_is_raised():
     _threads._run_on_team(lambda body, *_: body(None), lambda: None, 2)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_computes():
-    script = """
-        import os, torch
-        from regard import normalizers
-        from regard._backends.cpu.rows import launch as rows
-        s = torch.randn(512, 512)
-        before = rows.forward(s, normalizers.get("softmax"))[0]
-        child = os.fork()
-        if child == 0:
-            after = rows.forward(s, normalizers.get("softmax"))[0]
-            os._exit(0 if (after.numpy() == before.numpy()).all() else 1)  # torch's own threads do not survive
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120)
-
-
 SECOND_PROCESS = """
     import sys
     import torch

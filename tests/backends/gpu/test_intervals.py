@@ -50,7 +50,7 @@ def test_intervals(name, kind):
     check(with_interval(make(1, name, **SMALL | dict(b=2)), kind))
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [name for name in FUSED if name not in ("softmax", "entmax15")])  # those above
 def test_every_normalizer(name):
     check(with_interval(make(2, name, **SMALL), "scattered"))
 
@@ -134,7 +134,7 @@ def test_a_key_bias_is_read_as_a_vector():
     assert matrix.key_bias.ptr is None and matrix.bias.ptr.shape == (1, 2, 21, 37)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_tile_map_of_a_mask(seed):
     """Full, partial and empty tiles, and each row's first key, against the mask itself."""
     problem = make(seed, b=2, h=2, g=1, m=40, n=70, causal=seed == 1)
@@ -183,8 +183,10 @@ def test_masks(name, kind):
     check(dataclasses.replace(problem, mask=shown.expand(2, 2, 21, 50)))
 
 
-@pytest.mark.parametrize("kind", ["cache", "left padding", "scattered"])
-@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("softmax", "cache"), ("softmax", "left padding"), ("softmax", "scattered"), ("sigmoid", "cache")],
+)
 def test_decode(name, kind, monkeypatch):
     monkeypatch.setattr(decode, "KEYS", 33)
     monkeypatch.setattr(decode, "SHORTEST", 8)

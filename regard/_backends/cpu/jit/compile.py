@@ -48,10 +48,12 @@ from numba import {real} as real, njit
 
 from regard._backends.cpu.jit import primitives as prim
 from regard._backends.cpu.jit.compile import share
+from regard._backends.cpu.jit.linked import LinkedCompiler
 
 tl = prim
 strict = dict(fastmath={{"contract"}}, error_model="numpy", _nrt=False)
-inner = share(njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **strict))
+linked = dict(pipeline_class=LinkedCompiler, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner = share(njit(forceinline=True, **linked, **strict))
 outer = njit(cache=True, nogil=True, no_cfunc_wrapper=True, **strict)
 
 """
@@ -221,7 +223,7 @@ def _real_call(value: float) -> ast.Call:
 
 @functools.cache
 def _primitives_hash() -> str:
-    names = "primitives.py", "intrinsics.py", "vectors.py"
+    names = "primitives.py", "intrinsics.py", "vectors.py", "linked.py"
     sources = b"".join((Path(__file__).parent / name).read_bytes() for name in names)
     return hashlib.sha256(sources).hexdigest()[:16]
 

@@ -25,6 +25,7 @@ from regard._backends.cpu.jit.intrinsics import (  # noqa: F401
     minimum,
     where,
 )
+from regard._backends.cpu.jit.linked import LinkedCompiler
 from regard._backends.cpu.jit.vectors import (  # noqa: F401
     compress,
     compress_index,
@@ -34,7 +35,7 @@ from regard._backends.cpu.jit.vectors import (  # noqa: F401
     side_moments,
 )
 
-STRICT = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True}
+STRICT = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True, "pipeline_class": LinkedCompiler}
 
 abs = abs
 sqrt = math.sqrt

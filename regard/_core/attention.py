@@ -5,11 +5,10 @@ No path but the reference builds an N × N tensor.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -188,16 +187,28 @@ def attention(
     return execute(call)
 
 
-def bind_arguments(arguments: tuple, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
-    """Return (q, k, v, the options) of the arguments of a function that takes those of `attention`."""
-    given = inspect.signature(attention).bind(*arguments, **options)
-    given.apply_defaults()
-    q, k, v, *others = given.arguments.values()
-    return q, k, v, AttentionOptions(*others)
-
-
 @takes_torch_names
-def attention_path(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Path:
+def attention_path(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: AttnMask = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | str | Tensor | None = None,
+    enable_gqa: bool = False,
+    *,
+    normalizer: str | Choice = "softmax",
+    temperature: Temperature = None,
+    softcap: float | None = None,
+    score_mod: ScoreFunction | None = None,
+    sink: float | Tensor | None = None,
+    window: Window = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
+    gate: Tensor | None = None,
+    return_stats: Wanted = False,
+    backend: str | None = None,
+) -> Path:
     """The backend that `regard.attention` takes for these arguments, and why; nothing is computed.
 
     >>> import regard, torch
@@ -207,7 +218,7 @@ def attention_path(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any
     >>> regard.attention_path(q, k, v, return_stats=True).backend
     'cpu'
 
-    The other arguments are those of `regard.attention`.
+    The arguments are those of `regard.attention`.
 
     Returns:
         A `Path`: `.backend`, and `.reason` in words; on a GPU also the kernel, and why faster ones were passed over.
@@ -216,7 +227,11 @@ def attention_path(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any
         TypeError: As `regard.attention` raises it.
         ValueError: As `regard.attention` raises it.
     """
-    call = prepare(*bind_arguments((q, k, v, *others), options))
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, score_mod, sink, window,
+        key_lengths, gate, return_stats, backend,
+    )  # fmt: skip
+    call = prepare(q, k, v, options)
     if call.path.backend == "triton":
         return replace(call.path, reason=f"{call.path.reason}; kernel {describe_kernel(call.problem)}")
     return call.path

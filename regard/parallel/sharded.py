@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard import statistics
-from regard._core.attention import bind_arguments
 from regard._core.execute import check_policy_tensor
 from regard._core.gate import apply_gate
+from regard._core.options import AttentionOptions, AttnMask, Temperature, Wanted, Window
 from regard._core.prepare import Call
+from regard.normalizers import Choice
 from regard.parallel.autograd import ParallelAttention
 from regard.parallel.call import ShardedCall
 from regard.parallel.group import Group, RankGroup
 from regard.parallel.plan import Plan
 from regard.parallel.schemes import ring, tree
+from regard.score_function import ScoreFunction
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *others: Any, group: Group = None, layout: str = "balanced", **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: AttnMask = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | str | Tensor | None = None,
+    enable_gqa: bool = False,
+    *,
+    group: Group = None,
+    layout: str = "balanced",
+    normalizer: str | Choice = "softmax",
+    temperature: Temperature = None,
+    softcap: float | None = None,
+    score_mod: ScoreFunction | None = None,
+    sink: float | Tensor | None = None,
+    window: Window = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
+    gate: Tensor | None = None,
+    return_stats: Wanted = False,
+    backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Statistics]:
     """Compute regard.attention of a sharded sequence: each rank passes its shards and gets the rows of its queries.
 
@@ -62,11 +84,35 @@ def attention(
     All other arguments are those of `regard.attention`. Gradients of what is the same on every rank (a sink per head,
     a learned temperature, a mask without rows) are this rank's share: sum them over the group, as those of weights.
     """
-    return _run(ShardedCall(*bind_arguments((q, k, v, *others), options), layout), group, ring)
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, score_mod, sink, window,
+        key_lengths, gate, return_stats, backend,
+    )  # fmt: skip
+    return _run(ShardedCall(q, k, v, options, layout), group, ring)
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, *others: Any, group: Group = None, layout: str = "balanced", **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: AttnMask = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | str | Tensor | None = None,
+    enable_gqa: bool = False,
+    *,
+    group: Group = None,
+    layout: str = "balanced",
+    normalizer: str | Choice = "softmax",
+    temperature: Temperature = None,
+    softcap: float | None = None,
+    score_mod: ScoreFunction | None = None,
+    sink: float | Tensor | None = None,
+    window: Window = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
+    gate: Tensor | None = None,
+    return_stats: Wanted = False,
+    backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Statistics]:
     """Compute regard.attention of a few queries that every rank has and sharded keys, merged by a tree.
 
@@ -90,7 +136,11 @@ def decode(
         ValueError: As `regard.parallel.attention` raises it.
         RankError: Another rank died or stalled.
     """
-    return _run(ShardedCall(*bind_arguments((q, k, v, *others), options), layout, shared=True), group, tree)
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, score_mod, sink, window,
+        key_lengths, gate, return_stats, backend,
+    )  # fmt: skip
+    return _run(ShardedCall(q, k, v, options, layout, shared=True), group, tree)
 
 
 def _run(arguments: ShardedCall, group: Group, scheme):

@@ -1,4 +1,4 @@
-"""Imports a backend on first use, so that a missing package costs one line, and only when it is needed."""
+"""Imports a backend on first use, and tells whether a call may skip the custom ops (`is_plain_eager`)."""
 
 from __future__ import annotations
 

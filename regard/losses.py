@@ -66,7 +66,8 @@ def fenchel_young_loss(
         logits: (…, classes); float32, bfloat16, float16 or float64, summed in float32 (float64 for float64).
         target: class indices (…), integers. On a CPU an index that is no class is refused; on a GPU, which is not
             waited for, it makes the loss and the gradient of its row NaN.
-        normalizer: softmax, sparsemax, entmax15 or "entmax(alpha=1.25)". entmax below α = 1.1 is computed in float64.
+        normalizer: softmax, sparsemax, entmax15 or "entmax(alpha=1.25)". entmax below α = 1.1 is computed in float64,
+            above 2 by the dense reference.
         ignore_index: rows with this target have loss 0 and gradient 0, and do not count in the mean.
         reduction: "none", "sum", or "mean" over the rows that are not ignored, which `entmax` calls
             "elementwise_mean".
@@ -138,7 +139,7 @@ def entmax_bisect_loss(
 
     Raises:
         TypeError: `alpha` is neither a number nor a tensor.
-        ValueError: `alpha` lies outside [1, 2] or does not broadcast.
+        ValueError: `alpha` lies outside [1, 32] or does not broadcast.
     """
     if isinstance(alpha, Tensor):
         return fenchel_young(logits, target, "entmax", alpha, ignore_index, reduction)

@@ -101,7 +101,7 @@ def sentences(x: torch.Tensor, world: int) -> None:
         (lambda: parallel.decode(x, k, v, torch.zeros(9, requires_grad=True)), "no gradient of a bias; pass"),
         (lambda: parallel.attention(*pieces, attn_mask=mask), "has 7 columns, but all ranks together have 9 keys"),
         (lambda: parallel.attention(*pieces, key_lengths=[10]), r"key_lengths must lie in \[0, 9\], got 10"),
-        (lambda: parallel.attention(*pieces, normalizer="entmax(alpha=8)"), r"alpha must lie in \[1, 2\]"),
+        (lambda: parallel.attention(*pieces, normalizer="entmax(alpha=33)"), r"alpha must lie in \[1, 32\]"),
         (lambda: parallel.shard(x, 7), r"dim must be one of the 4 of x \(shape \(1, 2, 9, 4\)\), got 7"),
         (lambda: parallel.shard(x, group=two), "a DeviceMesh of 2 dimensions; pass one of them"),
         (lambda: parallel.shard(x, group="all"), "group must be a process group, a DeviceMesh or None, got str"),

@@ -109,8 +109,8 @@ def entmax(
 ) -> Tensor:
     """max((α−1)·z_i/T − τ, 0)^{1/(α−1)} with Σ = 1; α = 1 is softmax, α = 2 sparsemax.
 
-    `alpha` is a number in [1, 2], or a tensor that broadcasts against z with size 1 in `dim` and receives a gradient.
-    1 < α < 1.1 is computed in float64.
+    `alpha` is a number in [1, 32], or a tensor that broadcasts against z with size 1 in `dim` and receives a gradient.
+    1 < α < 1.1 is computed in float64; above 2 in plain torch, some 50 to 100 times as slow.
 
     >>> import regard, torch
     >>> regard.entmax(torch.tensor([[-2.0, 0.0, 0.5]]).expand(2, 3), torch.tensor([[1.5], [2.0]]))
@@ -122,7 +122,7 @@ def entmax(
 
     Raises:
         TypeError: An argument has the wrong type or dtype.
-        ValueError: `alpha` lies outside [1, 2] or does not broadcast; or as `regard.normalize` raises it.
+        ValueError: `alpha` lies outside [1, 32] or does not broadcast; or as `regard.normalize` raises it.
     """
     check_scores(z, "z")
     return run(z, normalizers.get("entmax", alpha=alpha), None, dim, temperature, mask, None)

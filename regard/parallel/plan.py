@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
+from regard._core.dispatch import find_gpu_obstacle
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.problem import Problem
 from regard.normalizers._families import nothing
@@ -165,8 +166,10 @@ def choose_engine(problem: Problem, backend: str | None) -> tuple[ModuleType | N
         raise ValueError(f"normalizer: {name} must be a number in regard.parallel, got one per row or head")
     if backend is None:
         backend = {"cpu": "cpu", "cuda": "triton" if problem.q.dtype != torch.float64 else None}.get(device)
-        if not choice.fused_in_attention or (problem.stats and not choice.merges):
+        if not choice.fused_in_attention or find_gpu_obstacle(problem):
             backend = None
+    if problem.stats and not choice.merges:  # no kernel's sums give them, whatever backend was asked for
+        backend = None
     if backend not in PARTS or (backend == "triton" and problem.dropout_p):  # dropout counts rows of the whole sequence
         return None, reference_rows
     parts, kernels = backend_module(PARTS, backend), backend_module(ATTENTION, backend)

@@ -14,6 +14,7 @@ from regard._core.gate import apply_gate
 from regard._core.options import AttentionOptions, AttnMask, Temperature, Wanted, Window
 from regard._core.prepare import Call
 from regard.normalizers import Choice
+from regard.parallel import reference_rows
 from regard.parallel.autograd import ParallelAttention
 from regard.parallel.call import ShardedCall
 from regard.parallel.group import Group, RankGroup
@@ -184,7 +185,9 @@ def _evaluate_policy(plan: Plan, call: Call, scheme) -> Tensor:
         order = statistics.with_gradient_inputs(statistics.resolve(names), problem.choice)
         unit = replace(problem, stats=order, dropout_p=0.0)
         inputs = problem.q, problem.k, problem.v, call.bias, call.temperature, call.sink
-        values = ParallelAttention.apply(replace(plan, problem=unit, engine=None), scheme, *inputs)[1]
+        kernels = plan.kernels if problem.choice.merges else reference_rows  # no kernel's sums give the others'
+        measured = replace(plan, problem=unit, engine=None, kernels=kernels)
+        values = ParallelAttention.apply(measured, scheme, *inputs)[1]
         return dict(zip(unit.stats, values, strict=True))
 
     return check_policy_tensor(call, call.policy(torch.cat(counts, -1), Rows(call.queries, measure)))

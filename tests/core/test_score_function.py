@@ -206,6 +206,11 @@ def other_word(s, i, j, h):
 
 
 @jit
+def late_head(s, i, j, h):
+    return tl.where(h > 5, 2.0 * s, s)
+
+
+@jit
 def far_key(s, i, j, h):
     return tl.where(i - j > 5000, 2.0 * s, s)
 
@@ -232,6 +237,7 @@ def calls_unjitted(s, i, j, h):
     ("value", "slope", "params", "error", "words"),
     [
         (doubled, wrong_slope, (), ValueError, "slope is 1 .* derivative of value is 2"),
+        (late_head, wrong_slope, (), ValueError, "slope is 1 .*, h = 6, where the derivative of value is 2"),
         (far_key, wrong_slope, (), ValueError, "slope is 1 .*, i = .* where the derivative of value is 2"),
         (logarithm, wrong_slope, (), ValueError, "value is not finite at s = "),
         (reads_global, wrong_slope, (), TypeError, "value: reads_global uses 'RATE'"),

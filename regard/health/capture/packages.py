@@ -197,13 +197,17 @@ def patch_packages() -> None:
             found.forward = _pass_by_name(found.forward, capture)  # type: ignore[attr-defined]
         elif isinstance(found, FunctionType) and found.__closure__ is None:
             _PATCHED[id(found)] = found, "__code__", found.__code__
+            signature = inspect.signature(found)
             found.__code__ = _make_code(found, capture)
+            found.__signature__ = signature  # type: ignore[attr-defined]  # models pass what it names alone
 
 
 def unpatch_packages() -> None:
     """Restores every function and class."""
     for found, attribute, before in _PATCHED.values():
         setattr(found, attribute, before)
+        if attribute == "__code__":
+            del found.__signature__
     _PATCHED.clear()
 
 

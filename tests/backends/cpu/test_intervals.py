@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import regard
 from regard import Mask, normalizers
 from regard._backends.cpu.attention.blocks import Blocks
 from regard._backends.cpu.attention.intervals import cut_queries, find_intervals
@@ -66,3 +67,25 @@ def test_parts_of_many_documents_have_no_key_in_common(ends):
     )
     assert blocks.parts == 1 < len(spans)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("length", [8, 100, 1200])  # one block, few, many
+@pytest.mark.parametrize("normalizer", ["softmax1", "entmax15"])
+def test_a_document_that_is_not_finite_leaves_the_others_alone(normalizer, length):
+    ends = [0, length // 4, length // 4 + 1, length // 2, length]
+    mask = Mask.documents(cu_seqlens=ends) & Mask.causal()
+    clean = [torch.randn(1, 4, length, 8, generator=torch.Generator().manual_seed(at)) for at in range(3)]
+    sick = [x.clone() for x in clean]
+    for x in sick:
+        x[:, :, ends[2] : ends[3]] = torch.nan
+    upstream = torch.randn(1, 4, length, 8, generator=torch.Generator().manual_seed(9))
+    found = []
+    for inputs in (clean, sick):
+        q, k, v = (x.requires_grad_() for x in inputs)
+        out, stats = regard.attention(q, k, v, mask, normalizer=normalizer, return_stats=("entropy",), backend="cpu")
+        found.append([out, stats.entropy[..., None], *torch.autograd.grad(out, (q, k, v), upstream)])
+    others = torch.ones(length, dtype=torch.bool)
+    others[ends[2] : ends[3]] = False
+    assert found[1][0][:, :, ~others].isnan().all()
+    for right, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours[:, :, others], right[:, :, others])

@@ -47,6 +47,7 @@ class Keys(NamedTuple):
 
     k: Tensor
     v: Tensor
+    are_finite: bool = True  # those that a query sees, as far as a product with a hidden key would show it
 
 
 class Block:
@@ -206,10 +207,10 @@ class Blocks:
                     lists.setdefault(owner, []).append(task)
         return list(lists.values())
 
-    def blocks_of(self, task: Task) -> Iterator[Block]:
-        """The blocks of a task, the last queries first."""
+    def blocks_of(self, task: Task, are_finite: bool = True) -> Iterator[Block]:
+        """The blocks of a task, the last queries first; documents share no block if not all keys `are_finite`."""
         if self.intervals is not None:
-            for i0, i1, j0, j1 in reversed(self._cut(task)):
+            for i0, i1, j0, j1 in reversed(self._cut(task, apart=not are_finite)):
                 yield Block(self, task, task.i0 + i0, task.i0 + i1, j0, max(j0, j1))
             return
         limit = max(self.limits[task.b0 : task.b1])
@@ -226,11 +227,11 @@ class Blocks:
         lo, hi = self.intervals.bounds(slice(task.b0, task.b1), heads)
         return lo[task.i0 : task.i1], hi[task.i0 : task.i1]
 
-    def _cut(self, task: Task) -> list[tuple[int, int, int, int]]:
+    def _cut(self, task: Task, apart: bool) -> list[tuple[int, int, int, int]]:
         """The blocks of a task whose rows have intervals, as `cut_queries` returns them."""
-        if self.is_small:
+        if self.is_small and not apart:
             return [(0, task.i1 - task.i0, *self._key_range(task))]
-        return cut_queries(*self._bounds_of(task), self.step, self.most, (task.g1 - task.g0) * self.share)
+        return cut_queries(*self._bounds_of(task), self.step, self.most, (task.g1 - task.g0) * self.share, apart)
 
     def run(self, work: Callable[[Task, Scratch], None]) -> None:
         """Calls work(task, scratch) for every task, on as many threads as torch uses."""
@@ -266,8 +267,10 @@ class Blocks:
             return Keys(k, v)
         columns = bad.any(0).nonzero().squeeze(-1) + start
         hidden = torch.zeros(k.shape[:2], dtype=torch.bool)
-        hidden[:, columns] = ~self._is_visible(task, columns)
-        return Keys(k.masked_fill(hidden[..., None], 0.0), v.masked_fill(hidden[..., None], 0.0))
+        visible = self._is_visible(task, columns)
+        hidden[:, columns] = ~visible
+        are_finite = not bool((bad[:, columns - start] & visible).any())
+        return Keys(k.masked_fill(hidden[..., None], 0.0), v.masked_fill(hidden[..., None], 0.0), are_finite)
 
     def _key_range(self, task: Task) -> tuple[int, int]:
         """The keys that the task's blocks multiply, from the first to the last."""

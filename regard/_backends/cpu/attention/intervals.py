@@ -73,24 +73,30 @@ class Intervals:
         return self.rows[entries, heads if self.varies_by_head else slice(None), queries].reshape(-1)
 
 
-def cut_queries(lo: np.ndarray, hi: np.ndarray, step: int, most: int, heads: int) -> list[tuple[int, int, int, int]]:
+def cut_queries(
+    lo: np.ndarray, hi: np.ndarray, step: int, most: int, heads: int, apart: bool = False
+) -> list[tuple[int, int, int, int]]:
     """(i0, i1, j0, j1) of blocks of queries, and the keys from their smallest lo to their largest hi.
 
     A block ends after `step` queries and where the interval jumps (the next document), unless two blocks would cost
-    more than the keys that one of up to `most` queries multiplies in vain.
+    more than the keys that one of up to `most` queries multiplies in vain. With `apart` a block ends wherever two
+    queries have no key in common, so that no document shares a product with another.
 
     >>> import numpy as np
     >>> cut_queries(np.repeat([0, 400], 400), np.repeat([400, 800], 400), 64, 512, 1)
     [(0, 400, 0, 400), (400, 800, 400, 800)]
     """
-    jumps = np.flatnonzero((np.abs(np.diff(lo)) > JUMP) | (np.abs(np.diff(hi)) > JUMP)) + 1
+    if apart:
+        jumps = np.flatnonzero((lo[1:] >= hi[:-1]) | (hi[1:] <= lo[:-1])) + 1
+    else:
+        jumps = np.flatnonzero((np.abs(np.diff(lo)) > JUMP) | (np.abs(np.diff(hi)) > JUMP)) + 1
     edges = np.unique(np.concatenate([np.arange(0, len(lo), step), jumps, [len(lo)]]))
     starts = edges[:-1]
     firsts, lasts = np.minimum.reduceat(lo, starts).tolist(), np.maximum.reduceat(hi, starts).tolist()
     found: list[tuple[int, int, int, int]] = []
     for i0, i1, j0, j1 in zip(starts.tolist(), edges[1:].tolist(), firsts, lasts, strict=True):
         own = i0, i1, j0, j1
-        if found and i1 - found[-1][0] <= most:
+        if found and not apart and i1 - found[-1][0] <= most:
             joined = found[-1][0], i1, min(found[-1][2], j0), max(found[-1][3], j1)
             if heads * (_area(joined) - _area(found[-1]) - _area(own)) <= BLOCK_COST:
                 found[-1] = joined

@@ -56,8 +56,8 @@ def compute_forward(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tenso
     run = kernels.forward_kernel(normalizer, precision_of(wide), problem.stats)
 
     def work(task: Task, scratch: Scratch) -> None:
-        k, v = blocks.keys_of(task)
-        for block in blocks.blocks_of(task):
+        k, v, are_finite = blocks.keys_of(task)
+        for block in blocks.blocks_of(task, are_finite):
             s = scratch("s", *block.shape)  # [g, rows, n]
             blocks.compute_logits(block, blocks.rows_of(problem.q, block), k, s)
             inverse = scratch("inverse", *block.size, 1)
@@ -123,8 +123,8 @@ def compute_gradients(problem: Problem, upstream: Upstream, rows: Callable, dtyp
     dk, dv = (KeyGradient(blocks, x, dtype) for x in (problem.k, problem.v))
 
     def work(task: Task, scratch: Scratch) -> None:
-        k, v = blocks.keys_of(task)
-        for block in blocks.blocks_of(task):
+        k, v, are_finite = blocks.keys_of(task)
+        for block in blocks.blocks_of(task, are_finite):
             q, do = blocks.rows_of(problem.q, block), blocks.rows_of(upstream.o, block)
             p, ds = scratch("p", *block.shape), scratch("ds", *block.shape)  # [g, rows, n]
             kept = None if problem.softcap is problem.score is None else scratch("kept", *block.shape)

@@ -40,8 +40,8 @@ def compute_tangent(problem: Problem, forward: Forward, along: Along) -> Tensor:
             ds.view(*block.size, ds.shape[-1]).div_(block.take(problem.temperature)[..., None])
 
     def work(task: Task, scratch: Scratch) -> None:
-        (k, v), (dk, dv) = blocks.keys_of(task), moved.keys_of(task)
-        for block in blocks.blocks_of(task):
+        (k, v, are_finite), (dk, dv, _) = blocks.keys_of(task), moved.keys_of(task)
+        for block in blocks.blocks_of(task, are_finite):
             q = blocks.rows_of(problem.q, block)
             p, dp = scratch("p", *block.shape), scratch("dp", *block.shape)  # [g, rows, n]
             capped = scratch("capped", *block.shape) if problem.softcap is not None else None

@@ -117,3 +117,7 @@ def overview() -> str:
     lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
     usage = "usage: regard COMMAND [options]     (regard COMMAND --help lists its options)"
     return "\n".join(["regard: look at attention with attention", "", usage, "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

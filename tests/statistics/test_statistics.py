@@ -118,7 +118,7 @@ def test_every_statistic_stands_in_every_table():
     """One that was forgotten would be made of sums that nobody gathered, or be missing from reports without a word."""
     known = set(statistics.NAMES)
     assert set(attention_kernels.REQUIRED_SUMS) == known
-    assert set(histogram.LAYOUT) == set(payload.MEANING) == known | {"entropy_ratio", "gain_ratio"}
+    assert set(histogram.LAYOUT) == set(payload.STATISTICS) == known | {"entropy_ratio", "gain_ratio"}
 
 
 def test_statistics_are_a_tree_to_torch():

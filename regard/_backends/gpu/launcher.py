@@ -177,6 +177,11 @@ def recorder() -> Any:
     return _state.recorder
 
 
+def call_by_address(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return call(x), a view that follows from the address of x: a replay calls it again, for its own x."""
+    return call(x) if _state.recorder is None else _state.recorder.record_call(call, x)
+
+
 @contextmanager
 def recording(recorder: Any) -> Iterator[Callable[[], int]]:
     """Report this thread's launches to a recorder; yields a function that counts all launches, reported or not."""

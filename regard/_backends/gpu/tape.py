@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from regard._backends.gpu import launcher
 
@@ -130,6 +130,13 @@ class Recorder(TorchDispatchMode):
             if type(described[place]) is Nested:  # else its tensor is none of the call's, and the tape has failed
                 described[place] = Encoded(encode, described[place].parts[0])
         self.steps.append(Step(start, (*described, *constants), {}, (), True))
+
+    def record_call(self, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Write down a call that looks at the address of its tensor, in the place of the ops within."""
+        with _disable_current_modes():
+            found = call(x)
+        self.steps.append(Step(call, (self.describe(x),), {}, (self.place_of(found),), True))
+        return found
 
     def place_of(self, x: Tensor) -> int:
         """The slot of a tensor, a new one if it is new."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from regard._backends.gpu import tape
+from regard._backends.gpu import launcher, tape
 
 
 def compute(a, b):
@@ -26,3 +26,16 @@ def test_a_call_that_reads_a_tensor_from_elsewhere_gets_no_tape():
     result, kept = tape._record((a,), lambda: (a + elsewhere,))
     assert kept is None
     torch.testing.assert_close(result[0], a + elsewhere)
+
+
+def test_a_view_that_follows_from_an_address_is_made_anew():
+    def align(x):
+        return x[-x.data_ptr() % 64 // 4 :]
+
+    base = torch.arange(100.0)
+    first, other = base[3:60], base[8:65]  # 20 bytes apart
+    _, kept = tape._record((first,), lambda: (launcher.call_by_address(align, first),))
+    assert kept is not None
+    (found,) = kept.replay((other,))
+    assert torch.equal(found, align(other)) and found.data_ptr() % 64 == 0
+    assert torch.equal(launcher.call_by_address(align, other), found)

@@ -10,6 +10,7 @@ blocks take at most 1 GiB, whatever the length.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from regard._backends.gpu.attention.hopper.launch import choose_panels, describe
 from regard._backends.gpu.attention.limits import OPTIONS, find_gluon_obstacle, find_layout_obstacle, find_option
 from regard._backends.gpu.attention.sparse import bounds, gather, support
 from regard._backends.gpu.attention.tiles import Config, Options
-from regard._backends.gpu.launcher import launch
+from regard._backends.gpu.launcher import call_by_address, launch
 from regard._core.problem import Problem
 
 BLOCK = 128  # rows of a program of `list_candidates`
@@ -96,7 +97,7 @@ class CandidateLists:
         slots = min(self.blocks, CHUNK) * BLOCK
         size = BLOCK * 8 * CAP  # numbers in the lists of a block
         page = torch.empty(slots * 8 * CAP + size, dtype=torch.float32, device=p.q.device)
-        self.entries = page[-page.data_ptr() % (4 * size) // 4 :]  # no block's lists cross 4 GiB
+        self.entries = call_by_address(partial(align, size=4 * size), page)  # no block's lists cross 4 GiB
         self.counts = torch.empty(slots, 4, dtype=torch.int32, device=p.q.device)
         self.supports = torch.empty(slots, dtype=torch.int32, device=p.q.device)
         self.below = torch.empty(slots, 3, 4, dtype=torch.float32, device=p.q.device) if stats else None
@@ -115,6 +116,11 @@ class CandidateLists:
         panels = self.panels.PANEL, self.panels.PANELS, self.panels.LAST
         constants = BLOCK, self.keys, *panels, self.stages, CAP, CAP - SPARE, self.staged, self.transposed
         launch(kind, list_candidates, programs, arguments, constants, num_warps=8, maxnreg=128)
+
+
+def align(page: torch.Tensor, size: int) -> torch.Tensor:
+    """The part of a page that begins at a multiple of `size` bytes."""
+    return page[-page.data_ptr() % size // page.element_size() :]
 
 
 def make_flags(rows: torch.Tensor, many: Any) -> torch.Tensor:

@@ -45,9 +45,8 @@ def run_decode(p: Problem, result: Forward) -> None:
 
 def run_hopper(p: Problem, result: Forward) -> None:
     """Fill `result` by the Gluon kernel, then recompute the rows that overflowed or lost precision."""
-    opt, key = options(p), launch_key(p, result.o)
+    opt, key = add_key_index(p, options(p)), launch_key(p, result.o)
     spans = find_spans(p, opt) if needs_spans(p) else None
-    opt = add_key_index(p, opt)
     sums = hopper.forward(p, result.o, result.shift, result.z, spans, opt, key)
     if p.stats:
         finish_statistics(p, sums, result.stats, opt, key, spans)

@@ -97,12 +97,14 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
     if C.FIXED_SHIFT:
         total = gl.where(loop_z <= MAX_SUM, total, float("nan"))
     natural = outer * LN2
-    if (opt.left is not None) or (opt.lengths is not None) or C.INTERVAL:
-        if C.INTERVAL:
-            empty = gl.load(find_row(outputs.spans, work.b, work.h, i) + find_plane(outputs.spans)) == 0
-        else:
-            first, last = tiles.window_range(i, opt, work.keys)
-            empty = first >= last
+    if (opt.left is not None) or (opt.lengths is not None):
+        first, last = tiles.window_range(i, opt, work.keys)
+        empty = first >= last
+        inverse, factor = gl.where(empty, 0.0, inverse), gl.where(empty, 0.0, factor)
+        outer, natural = gl.where(empty, 0.0, outer), gl.where(empty, 0.0, natural)
+        total = gl.where(empty, 0.0, total)
+    if C.INTERVAL:
+        empty = gl.load(find_row(outputs.spans, work.b, work.h, i) + find_plane(outputs.spans)) == 0
         inverse, factor = gl.where(empty, 0.0, inverse), gl.where(empty, 0.0, factor)
         outer, natural = gl.where(empty, 0.0, outer), gl.where(empty, 0.0, natural)
         total = gl.where(empty, 0.0, total)

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import tiles, visibility
+from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention.config import view
 from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch
 from regard._core.problem import Problem
@@ -41,10 +42,7 @@ def needs_spans(p: Problem) -> bool:
 
 
 def find_spans(p: Problem, options: Options) -> Spans:
-    """Computes the spans of a call from its interval, window, causal order and key lengths.
-
-    `options` without an index of keys: what a bias per key hides differs from head to head, and spans need not.
-    """
+    """Computes the spans of a call from its interval, window, causal order and key lengths."""
     batch, heads, queries, _ = p.q.shape
     own = p.interval is not None and heads > 1 and p.interval.stride(2) != 0
     entries, count = batch * heads if own else batch, 2 * triton.cdiv(queries, 2 * GROUP)
@@ -52,19 +50,31 @@ def find_spans(p: Problem, options: Options) -> Spans:
     rows = torch.empty(3, entries, count * GROUP, **number)
     groups = torch.empty(entries, count, FIELDS.value, **number)
     spans = Spans(rows, groups, entries, count, heads if own else 1, int(own))
-    launch(None, store_spans, entries * count, (spans, options), (GROUP,), num_warps=1)
+    launch(None, store_spans, entries * count, (view(p.interval), spans, options), (GROUP,), num_warps=1)
     return spans
 
 
 @triton.jit
-def store_spans(spans, opt, SIZE: tl.constexpr):
+def store_spans(interval, spans, opt, SIZE: tl.constexpr):
     """Stores first, last and position of one group of queries, and their bounds."""
     entry, group = tl.program_id(0) // spans.count, tl.program_id(0) % spans.count
     b, h = entry // spans.heads, entry % spans.heads
     i = group * SIZE + tl.arange(0, SIZE)
     inside = i < opt.queries
-    first, last = visibility.visible_range(b, h, i, opt, tiles.key_count(opt, b))
-    position = visibility.positions(b, h, i, opt)
+    n = tiles.key_count(opt, b)
+    first = i * 0
+    last = i * 0 + n
+    position = i
+    if opt.left is not None:
+        first = tl.maximum(i - opt.left, 0)
+    if opt.right is not None:
+        last = tl.minimum(i + opt.right + 1, n)
+    if interval.ptr is not None:
+        at = interval.ptr + tiles.wide(b) * interval.stride[1] + tiles.wide(h) * interval.stride[2]
+        at += tiles.wide(i) * interval.stride[3]
+        first = tl.maximum(first, tl.load(at, mask=inside, other=0))
+        last = tl.minimum(last, tl.load(at + interval.stride[0], mask=inside, other=0))
+        position = tl.load(at + 2 * interval.stride[0], mask=inside, other=0)
     alive = inside & (first < last)
     first = tl.where(alive, first, 0)
     last = tl.where(alive, last, 0)

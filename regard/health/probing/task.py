@@ -117,7 +117,7 @@ class Task:
         self.vocabulary: int | None = None
 
     def on(self, batches: Sequence[TokenBatch]) -> Task:
-        """The same loss on other batches."""
+        """Returns the loss that this task computes, on other batches."""
         return Task(self.probe, batches, self.kind, self.loss, self.pad, self.mask_token)
 
     def losses(self, transform: Transform | None = None) -> Tensor:

@@ -30,3 +30,10 @@ def make_taken(seed, name="softmax", **options):
     problem = make(seed, name, device="cuda", **dict(dtype=torch.bfloat16) | options)
     assert registry.choose(problem).name == "hopper"
     return problem
+
+
+def take_warpgroups(monkeypatch, which: str) -> None:
+    """Sends rows of every length to programs of one warpgroup, or of several."""
+    most = dict.fromkeys((64, 128), 10**6 if which == "one" else 0)
+    monkeypatch.setattr(hopper, "SHORT_ROWS", most)
+    monkeypatch.setattr(hopper, "SHORT_PLAIN_ROWS", most)

@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -146,9 +145,6 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
                 lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, r.first.type.layout)), 0)
                 first_y = gl.where(lane == 0, r.first, 0.0)
             gl.store(to + 8 * rows, to_rows(gl.sum(first_y, 1), i), mask=inside)
-    tma.store_wait(0)
-    if C.PERSISTENT:
-        mbarrier.arrive(ring.q_free.index(at), count=1)
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -36,6 +37,7 @@ from regard._backends.gpu.attention.hopper.ring import (
     get_work,
     make_barriers,
     produce,
+    release_queries,
     skip_tiles,
     wait_for_keys,
 )
@@ -138,37 +140,64 @@ def to_operand(u, ring, C: gl.constexpr):
 @gluon.jit
 def consume(outputs, ring, opt, blocks, group: gl.constexpr, C: gl.constexpr):
     """One consumer warpgroup: its 64 queries of every block that this program takes."""
+    work = get_work(0, 0, outputs.spans, outputs.bias, opt, C)
+    s = warpgroup_mma_wait(0, deps=[start_block(work, True, ring, group, C)])
     if C.PERSISTENT:
-        base = 0
-        for round in range(count_rounds(blocks, C)):
-            work = get_work(round, base, outputs.spans, outputs.bias, opt, C)
-            process_block(outputs, ring, work, opt, blocks, group, C)
-            base = work.end + C.MOMENT_TILES
+        rounds = count_rounds(blocks, C)
+        for _ in range(rounds):
+            work, s = process_block(work, s, rounds, outputs, ring, opt, blocks, group, C)
     else:
-        work = get_work(0, 0, outputs.spans, outputs.bias, opt, C)
-        process_block(outputs, ring, work, opt, blocks, group, C)
+        process_block(work, s, 1, outputs, ring, opt, blocks, group, C)
+    tma.store_wait(0)
 
 
 @gluon.jit
-def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.constexpr):
-    """Computes and stores one warpgroup's 64 rows of a block."""
+def first_step(work, group: gl.constexpr, C: gl.constexpr):
+    """The step of the first tile that this warpgroup's rows of a block see."""
+    begin = work.base
+    if C.CAUSAL and C.BM > C.BN:
+        begin = work.base + gl.maximum(work.low + work.count - 1 - (work.i0 + group * ROWS) // C.BN, 0)
+    return begin
+
+
+@gluon.jit
+def start_block(work, exists, ring, group: gl.constexpr, C: gl.constexpr):
+    """Issues the scores of a block's first tile; those of a block that does not exist are never read."""
+    at = work.round % 2 * C.WARPGROUPS + group
+    begin = first_step(work, group, C)
+    if C.CAUSAL and C.BM > C.BN:
+        skip_tiles(work.base, gl.where(exists, begin, work.base), ring, C)
+    mbarrier.wait(ring.q_full.index(at), (work.round // 2) & 1, pred=exists)
+    mbarrier.wait(ring.k_full.index(begin % C.STAGES), (begin // C.STAGES) & 1, pred=exists)
+    return start_scores(begin, at, ring, C)
+
+
+@gluon.jit
+def process_block(work, s, rounds, outputs, ring, opt, blocks, group: gl.constexpr, C: gl.constexpr):
+    """Computes and stores one warpgroup's 64 rows of a block, whose first tile has the scores s.
+
+    Returns the program's next block and its first scores, which the tensor cores compute while this one is stored.
+    """
     F: gl.constexpr = C.F
     SPLITS: gl.constexpr = C.SPLITS
     WIDTH: gl.constexpr = C.BN // C.SPLITS
     SPLIT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.E, 16])
     r0 = work.i0 + group * ROWS
+    at = work.round % 2 * C.WARPGROUPS + group
+    begin = first_step(work, group, C)
+    mbarrier.arrive(ring.free.index(begin % C.STAGES), count=1)
+    following = work
+    if C.PERSISTENT:
+        next_round = gl.minimum(work.round + 1, rounds - 1)
+        following = get_work(next_round, work.end + C.MOMENT_TILES, outputs.spans, outputs.bias, opt, C)
     i = r0 + gl.arange(0, ROWS, gl.SliceLayout(1, SPLIT))
     first = i * 0
     last = i * 0 + work.keys
-    begin = work.base
     if C.CAUSAL:
         last = gl.minimum(i + 1, last)
         if opt.left is not None:
             first = gl.maximum(i - opt.left, 0)
-        if C.BM > C.BN:
-            begin = work.base + gl.maximum(work.low + work.count - 1 - r0 // C.BN, 0)
-            skip_tiles(work.base, begin, ring, C)
     place = i  # in the keys' order
     if C.INTERVAL:
         row, plane = find_row(outputs.spans, work.b, work.h, i), find_plane(outputs.spans)
@@ -186,11 +215,6 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
     table = i  # which nobody reads without a bias by relative position
     if C.RELATIVE:
         table = find_table(outputs.bias, work.h, opt)
-    at = work.round % 2 * C.WARPGROUPS + group
-    mbarrier.wait(ring.q_full.index(at), (work.round // 2) & 1)
-    wait_for_keys(begin, ring, work, C)
-    s = warpgroup_mma_wait(0, deps=[start_scores(begin, at, ring, C)])
-    mbarrier.arrive(ring.free.index(begin % C.STAGES), count=1)
     start = first_key(begin, work, C)
     s = row_sums.cap_scores(s, opt)
     if C.RELATIVE:
@@ -206,6 +230,8 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
         p = p + (to_operand(u, ring, C),)  # noqa: RUF005
     r = row_sums.add_tile(r, sums, place, start, r0, C, True)
     o = zeros(C.E, OUT)
+    if C.PERSISTENT:
+        release_queries(work, ring, group, C)
     wait_for_keys(begin + 1, ring, work, C)
     edge = work.end
     if opt.left is not None:  # the last tiles hold the first keys of this warpgroup's rows
@@ -244,8 +270,16 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
     key_sums = (none, none, none)
     if C.MOMENT_SPAN != 0:
         key_sums = sum_key_moments(ring.q.index(at).reshape([ROWS, C.PANEL]), ring, work, outputs, opt, C)
-    o = warpgroup_mma_wait(0, deps=[o])
-    write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group, C)
+    if C.PERSISTENT:
+        PENDING: gl.constexpr = C.PANELS + 1 if C.KEY_BIAS else C.PANELS
+        s = start_block(following, work.round + 1 < rounds, ring, group, C)
+        o = warpgroup_mma_wait(PENDING, deps=[o])
+        write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group, C)
+        s = warpgroup_mma_wait(0, deps=[s])
+    else:
+        o = warpgroup_mma_wait(0, deps=[o])
+        write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group, C)
+    return following, s
 
 
 @gluon.jit
@@ -281,7 +315,16 @@ def forward_hopper(
     )
     fence_async_shared()
     outputs = Outputs(o_blocks, shifts, sums, raw_sums, moments, spans, bias)
-    if WARPGROUPS == 2:
+    if WARPGROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (outputs, ring, opt, blocks, 0, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, bias, opt, blocks, C)),
+            ],
+            [1],
+            [24],
+        )
+    elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (consume, (outputs, ring, opt, blocks, 0, C)),

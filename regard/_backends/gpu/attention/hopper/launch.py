@@ -37,11 +37,16 @@ if TYPE_CHECKING:
 ROWS = 64  # queries of one warpgroup
 # (keys per tile, splits, warpgroups, stages of the ring, registers of a consumer's thread) by head width
 TWO_GROUPS = {64: (128, 1, 2, 3, 240), 128: (128, 1, 2, 2, 240)}
+# Rows of few keys: two programs per SM, of one warpgroup each. The code of several warpgroups overflows the instruction
+# cache, which shows where a block has few tiles; and one program computes while the other stores.
+ONE_GROUP = {64: (128, 1, 1, 3, 232), 128: (64, 1, 1, 2, 232)}
 FOUR_STAGES = {64: (128, 1, 2, 4, 240)}
 THREE_GROUPS = {64: (128, 1, 3, 3, 160)}
 SPLIT_TILES = {64: (128, 4, 3, 3, 160)}
 MAX_PERSISTENT_KEYS = 6144
 MIN_FIXED_SHIFT_SCORES = 2**29
+SHORT_ROWS = {64: 2048, 128: 1024}  # most keys for ONE_GROUP, by head width: with statistics,
+SHORT_PLAIN_ROWS = {64: 0, 128: 0}  # and without
 MAX_WASTE = 1.2  # rows of three warpgroups' blocks over those of two, beyond which two are faster
 SHARED_MEMORY = 224 * 1024  # for the tiles of one program
 LARGEST_CAP = 1e4
@@ -146,7 +151,8 @@ def forward(
     if C.RELATIVE:
         bias = make_relative_bias(p, options)
     arguments = *descriptors, extra_blocks, shift, z, raw_sums, moments, spans, bias, options, blocks
-    launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4)
+    how = dict(maxnreg=128) if C.WARPGROUPS == 1 else {}  # of a thread at the start: half of an SM's registers
+    launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4, **how)
     return raw_sums
 
 
@@ -157,9 +163,9 @@ def make_config(p: Problem) -> ForwardConfig:
     causal, panels = is_causal(p), choose_panels(p.q.shape[-1], p.v.shape[-1])
     keys, splits, groups, stages, registers = choose_tiles(p)
     need = statistics.needs(p.stats, p.choice, False)
-    span = key_moments.moment_span(p) if need.moments else 0
+    span = key_moments.moment_span(p) if need.moments and keys >= panels.PANEL else 0
     blocks, programs = plan_programs(p, ROWS * groups)
-    diagonal_first = need.distance and not causal and keys == 2 * ROWS == ROWS * groups and not needs_spans(p)
+    diagonal_first = need.distance and not causal and keys % (ROWS * groups) == 0 and not needs_spans(p)
     return ForwardConfig(
         F=bundle.of(p.choice),
         NEED=need,
@@ -211,6 +217,8 @@ def plan_programs(p: Problem, rows: int) -> tuple[int, int]:
     blocks = triton.cdiv(p.q.shape[-2], rows)
     heads, causal = p.q.shape[0] * p.q.shape[1], is_causal(p)
     programs, units = sm_count(p.q.device), heads * blocks // 2 if causal else heads * blocks
+    if rows == ROWS:  # ONE_GROUP
+        programs *= 2
     even = units >= 4 * programs and triton.cdiv(units, programs) * programs <= 1.04 * units
     short_of_registers = rows > 2 * ROWS and not causal and not (has_fixed_shift(p) or bundle.of(p.choice).exponential)
     if needs_spans(p):  # rows of documents are short however many keys there are
@@ -238,6 +246,8 @@ def choose_tiles(p: Problem) -> tuple[int, int, int, int, int]:
     table = FOUR_STAGES if p.stats else TWO_GROUPS
     options = p.softcap, p.bias, p.relative, p.reach[0], p.key_lengths
     takes_registers = any(option is not None for option in options) or needs_spans(p)
+    if p.k.shape[-2] <= (SHORT_ROWS if p.stats else SHORT_PLAIN_ROWS)[columns] and p.bias is p.relative is None:
+        return ONE_GROUP[columns]
     if takes_registers or wastes_rows(p.q.shape[-2]):
         return table.get(columns, TWO_GROUPS[columns])
     if not p.stats and F.family == "ratio" and F.exponential and not has_fixed_shift(p):

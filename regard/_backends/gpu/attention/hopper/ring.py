@@ -145,8 +145,10 @@ def get_work(round, base, spans, bias, opt, C: gl.constexpr):
         count = gl.maximum(count - low, 1)  # of rows without visible keys one tile is masked
     if C.INTERVAL:
         group = find_group(spans, head // opt.heads, head % opt.heads, i0)
-        lowest = gl.minimum(gl.load(group), gl.load(group + FIELDS))
-        keys = gl.maximum(gl.load(group + 3), gl.load(group + FIELDS + 3))
+        lowest, keys = gl.load(group), gl.load(group + 3)
+        if C.WARPGROUPS == 2:
+            lowest = gl.minimum(lowest, gl.load(group + FIELDS))
+            keys = gl.maximum(keys, gl.load(group + FIELDS + 3))
         low = gl.minimum(lowest, keys) // C.BN
         count = gl.maximum(gl.cdiv(keys, C.BN) - low, 1)
     if C.KEY_BIAS or C.RELATIVE:
@@ -272,6 +274,14 @@ def load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, bias, opt
 def wait_for_keys(t, ring, work, C: gl.constexpr):
     """Waits for the keys of step t, unless it is past the end."""
     mbarrier.wait(ring.k_full.index(t % C.STAGES), (t // C.STAGES) & 1, pred=t < work.end)
+
+
+@gluon.jit
+def release_queries(work, ring, group: gl.constexpr, C: gl.constexpr):
+    """Hands the query buffer of the block before this one back, once its output was stored from there."""
+    tma.store_wait(0)
+    before = (work.round + 1) % 2 * C.WARPGROUPS + group
+    mbarrier.arrive(ring.q_free.index(before), count=1, pred=work.round > 0)
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ def test_tiles_fit_shared_memory(stats):
 def test_rows_of_few_keys_take_one_warpgroup():
     """Two programs share an SM, so that each may take half of its shared memory and registers."""
     for d in (64, 80, 128):
-        for n, stats, groups in ((1024, ("entropy",), 1), (4096, ("entropy",), 2)):
+        for n, stats, groups in ((1024, (), 1), (1024, ("entropy",), 1), (4096, ("entropy",), 2)):
             p = make(0, b=1, h=1, g=1, m=64, n=n, d=d, e=d, dtype=torch.bfloat16, stats=stats)
             keys, _, found, stages, registers = hopper.choose_tiles(p)
             assert found == groups, (d, n)

@@ -1,6 +1,7 @@
 """Prints the files of regard that one call crosses, in the order in which it enters them: `python tools/road.py`.
 
-Each call runs twice before it is traced, so that compiled kernels, plans and lazy imports are there.
+On a GPU if there is one. Each call runs three times before it is traced, so that compiled kernels, plans, tapes and
+lazy imports are there.
 docs/developers/road.md explains the files one by one.
 """
 
@@ -17,7 +18,7 @@ import regard
 PACKAGE = Path(regard.__file__).parent
 
 
-def trace_files(call: Callable[[], object], warm: int = 2) -> list[str]:
+def trace_files(call: Callable[[], object], warm: int = 3) -> list[str]:
     """Return the files of the package whose functions `call` enters, first entered first."""
     for _ in range(warm):
         call()
@@ -37,9 +38,11 @@ def trace_files(call: Callable[[], object], warm: int = 2) -> list[str]:
 
 
 def main() -> None:
-    q, k, v = torch.randn(3, 2, 4, 64, 32)
-    layer = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
-    batch = torch.randn(2, 10, 32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = torch.randn(3, 4, 16, 512 if device == "cuda" else 64, 64, device=device, dtype=dtype)
+    layer = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True, device=device)
+    batch = torch.randn(2, 10, 32, device=device)
     short = q[:, :, :60]
     roads = {
         "attention(q, k, v)": trace_files(lambda: regard.attention(q, k, v)),

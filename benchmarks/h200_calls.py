@@ -314,6 +314,7 @@ def main() -> None:
         print(checks)
         return
     host = time_host()
+    print({name: [round(x, 1) for x in pair] for name, pair in host.items()}, flush=True)
     times = {}
     for case in names:
         times[case] = time_case(case)

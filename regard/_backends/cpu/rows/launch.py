@@ -52,7 +52,8 @@ def plan(like: Tensor, choice: Choice, scale: float) -> Callable[[Tensor], Tenso
     """Return a function s ↦ normaliser(scale·s) for tensors s [..., N] of the shape, strides and dtype of `like`."""
     columns = like.shape[-1]
     rows = like.numel() // columns
-    if like.dtype in HALF or not like.is_contiguous() or rows * columns >= SMALL:
+    is_plain = like.dtype not in HALF and like.stride() == like.new_empty(like.shape).stride()
+    if not is_plain or rows * columns >= SMALL:
         return lambda s: forward(s.reshape(rows, columns), choice, None, None, scale)[0].view(s.shape)
     compiled, parameter = _row_kernel(choice.normalizer, "forward", like.dtype), _parameter(choice.theta, like.dtype)
     is_matrix, dtype = like.ndim == 2, parameter.dtype
@@ -60,7 +61,7 @@ def plan(like: Tensor, choice: Choice, scale: float) -> Callable[[Tensor], Tenso
     mask, stride, masked = _NO_MASK
 
     def normalize(s: Tensor) -> Tensor:
-        p = torch.empty_like(s, memory_format=torch.contiguous_format)
+        p = torch.empty_like(s)
         given, out = (s.detach() if s.requires_grad else s).numpy(), p.numpy()
         if not is_matrix:
             given, out = given.reshape(matrix), out.reshape(matrix)

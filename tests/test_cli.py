@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from regard import bench, cli, listing, normalizers
-from regard.bench import attention, measure, rows
+from regard.bench import attention, measure, rows, small
 from regard.bench.measure import Case, Result
 from regard.table import Table
 
@@ -209,7 +209,8 @@ def test_what_bench_times_on_a_cpu_runs_and_agrees(monkeypatch):
     found = [(case.work, case.prepare()) for case in rows.cases("cpu", quick=True)]
     for case in attention.cases("cpu", quick=True):
         found.append((case.work, partial(case.prepare.func, **{**case.prepare.keywords, "shape": tiny})()))
-    assert len(found) >= 2 * len(FUSED) + 4
+    found += [(case.work, case.prepare()) for case in small.cases("cpu", quick=True)]
+    assert len(found) >= 2 * len(FUSED) + 9
     for work, candidates in found:
         made = {name: candidate() for name, candidate in candidates.items()}
         first = {name: x[0] if isinstance(x, tuple) else x for name, x in made.items()}
@@ -229,6 +230,14 @@ def test_bench_takes_the_median_of_rounds_that_alternate(monkeypatch):
     assert order[4:] == (["regard"] * burst + ["torch"] * burst) * 2
 
 
+def test_bench_divides_a_sample_by_its_calls(monkeypatch):
+    made, ticks = [], iter(range(10_000))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(ticks)) * 1e-3)
+    [result] = measure.run([Case("work", lambda: {"regard": lambda: made.append(1)}, calls=10)], "cpu", rounds=1)
+    assert result.values == pytest.approx({"regard": 1e-4})
+    assert len(made) == 1 + 10 * (2 + measure.BURST)
+
+
 @pytest.fixture
 def tiny_bench(monkeypatch):
     """`regard bench` with made-up cases in place of minutes of work."""
@@ -240,6 +249,7 @@ def tiny_bench(monkeypatch):
 def test_bench_prints_and_writes_its_tables(tiny_bench, tmp_path, capsys):
     tiny_bench["rows"] = [Result("softmax", {"regard": 1e-3, "torch": 2e-3}, {})]
     tiny_bench["attention"] = [Result("causal", {"regard": 4e-3, "torch": 2e-3}, {})]
+    tiny_bench["small"] = []
     written = tmp_path / "cpu.md"
     assert cli.main(["bench", "--device", "cpu", "--markdown", str(written)]) == 0
     out = capsys.readouterr().out

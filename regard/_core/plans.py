@@ -65,15 +65,16 @@ def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hash
     device = q.device
     if device.type not in ("cpu", "cuda"):
         return None
-    if torch.is_autocast_enabled(device.type) and q.dtype != torch.get_autocast_dtype(device.type):
+    autocast = torch.is_autocast_enabled(device.type)
+    if autocast and q.dtype != torch.get_autocast_dtype(device.type):
         return None
     same = q.dtype is k.dtype is v.dtype and device == k.device == v.device
     shapes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    modes = torch.are_deterministic_algorithms_enabled(), autocast, normalizers.generation()
     parts = None if mask is None else mask.parts
     gated = None if gate is None else (gate.shape, gate.dtype, gate.device, gate.layout)
-    scalars = parts, causal, scale, gqa, normalizer, temperature, softcap, window, stats, backend, deterministic
-    return (shapes, q.dtype, device, dropout_p, gated, *scalars, normalizers.generation()) if same else None
+    scalars = parts, causal, scale, gqa, normalizer, temperature, softcap, window, stats, backend
+    return (shapes, q.dtype, device, dropout_p, gated, scalars, modes) if same else None
 
 
 def keep_plan(key: Hashable, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
@@ -106,7 +107,8 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:
         module = backend_module(ATTENTION, call.path.backend)
         options = replace(problem.without_tensors(), kind=Kind(), interval=problem.interval)
         rest = tuple(getattr(options, field.name) for field in fields(Problem)[3:])
-        return partial(_run_fused, options, rest, module, call.wanted)
+        small = module.plan(problem) if call.path.backend == "cpu" and not torch.is_autocast_enabled("cpu") else None
+        return partial(_run_fused, options, rest, module, small, call.wanted)
     return None
 
 
@@ -161,15 +163,19 @@ def _attend_by_cudnn(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor
 
 
 def _run_fused(
-    options: Problem, rest: tuple, module: ModuleType, wanted: tuple[str, ...] | None, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor | tuple[Tensor, Statistics]:
-    problem, order = Problem(q, k, v, *rest), options.stats
+    options: Problem, rest: tuple, module: ModuleType, small: Callable | None, wanted: tuple[str, ...] | None,
+    q: Tensor, k: Tensor, v: Tensor,
+) -> Tensor | tuple[Tensor, Statistics]:  # fmt: skip
+    order = options.stats
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        problem = Problem(q, k, v, *rest)
         problem.stats = order = statistics.with_gradient_inputs(order, options.choice)
         given = (options.interval if name == "interval" else None for name in TENSORS[3:])
         out, stacked = FusedAttention.apply(problem, module, q, k, v, *given)
+    elif small is not None:
+        out, stacked = small(q, k, v)
     else:
-        result = module.forward(problem)
+        result = module.forward(Problem(q, k, v, *rest))
         out, stacked = result.o, result.stats
     if wanted is None:
         return out

@@ -1,4 +1,4 @@
-"""The command `regard bench [rows | attention]`: times against torch and others on this machine.
+"""The command `regard bench [rows | attention | small]`: times against torch and others on this machine.
 
 Every case runs its candidates alternately, round after round, and compares medians within the run, because a busy
 machine slows all of them alike.
@@ -16,13 +16,13 @@ from pathlib import Path
 from regard.bench import measure
 from regard.table import Table
 
-PARTS = ("rows", "attention")
+PARTS = ("rows", "attention", "small")
 IDLE = 0.5  # load average, at most, of a quiet machine
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("part", nargs="?", choices=PARTS, help="one of them; both by default")
+    parser.add_argument("part", nargs="?", choices=PARTS, help="one of them; all by default")
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds, for a rough result")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_shared_arguments(parser)
@@ -59,10 +59,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def run(part: str, device: str, quick: bool) -> list[measure.Result]:
-    """Measure the cases of "rows" or "attention"."""
-    from regard.bench import attention, rows
+    """Measure the cases of one of `PARTS`."""
+    from regard.bench import attention, rows, small
 
-    cases = {"rows": rows, "attention": attention}[part].cases(device, quick)
+    cases = {"rows": rows, "attention": attention, "small": small}[part].cases(device, quick)
     return measure.run(cases, device, rounds=3 if quick else 15, label=part)
 
 

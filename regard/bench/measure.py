@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Case:
 
     work: str
     prepare: Callable[[], dict[str, Callable[[], Any]]]
+    calls: int = 1  # in each sample; more where one call takes microseconds
 
 
 @dataclass
@@ -85,6 +87,7 @@ def _measure(case: Case, device: str, rounds: int) -> Result:
     for name, call in list(candidates.items()):
         try:
             call()
+            candidates[name] = call = call if case.calls == 1 else partial(_repeat, call, case.calls)
             samples[name] = [clock(call)]
         except Exception as failure:
             failures[name] = _one_line(failure)
@@ -99,8 +102,13 @@ def _measure(case: Case, device: str, rounds: int) -> Result:
                     time.sleep(SETTLE)
                 call()
             samples[name] += [clock(call) for _ in range(1 if slow else BURST)]
-    values = {name: statistics.median(found) for name, found in samples.items()}
+    values = {name: statistics.median(found) / case.calls for name, found in samples.items()}
     return Result(case.work, values, failures)
+
+
+def _repeat(call: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        call()
 
 
 def _one_line(failure: Exception) -> str:

@@ -8,6 +8,10 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 ROWS = {"cpu": "regard._backends.cpu.rows.launch", "triton": "regard._backends.gpu.rows.launch"}
 LOSSES = {"cpu": "regard._backends.cpu.losses.launch", "triton": "regard._backends.gpu.losses.launch"}
@@ -27,26 +31,25 @@ def backend_module(table: dict[str, str], backend: str) -> ModuleType:
 
 def default_device(backend: str) -> AbstractContextManager:
     """A context in which the CPU backend allocates its buffers on the CPU, whatever torch's default device is."""
-    if backend != "cpu" or not torch._C._len_torch_function_stack():  # a default device is a mode on that stack
+    if backend != "cpu" or not _len_torch_function_stack():  # a default device is a mode on that stack
         return nullcontext()
     return torch.device("cpu")
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
     """Raise if a graph compiled outside of forward mode is called with tangents, which an op would lose."""
-    forward = torch.autograd.forward_ad
-    given = () if forward._current_level < 0 else (x for x in tensors if x is not None)
-    if any(forward.unpack_dual(x).tangent is not None for x in given):
+    given = () if forward_ad._current_level < 0 else (x for x in tensors if x is not None)
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
         raise NotImplementedError("regard's fused ops carry no tangents; call what is not compiled, or torch.func.jvp")
 
 
 def is_plain_eager() -> bool:
     """True if nothing records or rewrites calls: no compiler, mode, torch.func transform or forward-mode level."""
     return not (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        is_compiling()
+        or _get_tracing_state() is not None
+        or _len_torch_function_stack()
+        or _len_torch_dispatch_stack()
+        or peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
     )

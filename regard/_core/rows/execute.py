@@ -25,7 +25,6 @@ from regard._core.rows.validation import (
     check_theta,
     choose_rows_backend,
     column_of,
-    is_autocast,
     under_autocast,
 )
 from regard.normalizers import Choice
@@ -39,9 +38,8 @@ def run_named(scores, spec, dim, temperature, mask, backend=None, name: str = "z
     key = None
     numbers = type(dim) is int and type(temperature) in (float, int)
     if mask is backend is None and numbers and type(spec) is str and _has_plan(scores):
-        device, records = scores.device, scores.requires_grad and torch.is_grad_enabled()
-        kind = scores.shape, scores.stride(), scores.dtype, device, records, torch.is_autocast_enabled(device.type)
-        key = (spec, dim, temperature, *kind, normalizers.generation())
+        kind = scores.shape, scores.stride(), scores.dtype, scores.device
+        key = spec, dim, temperature, normalizers.generation(), kind
         plan = plans.get(key)
         if plan is not None:
             return plan(scores)
@@ -52,15 +50,22 @@ def run_named(scores, spec, dim, temperature, mask, backend=None, name: str = "z
         if module is not None:
             if len(plans) >= MAX_PLANS:
                 plans.clear()
-            plans[key] = plan = module.plan(choice, 1.0 / temperature)
+            plans[key] = plan = module.plan(scores, choice, 1.0 / temperature)
             return plan(scores)
     return run(scores, choice, None, dim, temperature, mask, backend)
 
 
 def _has_plan(scores: Tensor) -> bool:
-    """True for a plain dense tensor on a device with kernels, where nothing records or rewrites calls."""
-    dense = type(scores) is Tensor and scores.layout is torch.strided and not scores.is_nested
-    return dense and (scores.is_cuda or scores.is_cpu) and is_plain_eager()
+    """True for a plain dense tensor without a gradient on a device with kernels, where no mode changes the call."""
+    return (
+        type(scores) is Tensor
+        and not (scores.requires_grad and torch.is_grad_enabled())
+        and scores.layout is torch.strided
+        and not scores.is_nested
+        and (scores.is_cpu or scores.is_cuda)
+        and not torch.is_autocast_enabled("cpu" if scores.is_cpu else "cuda")
+        and is_plain_eager()
+    )
 
 
 def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tensor:
@@ -99,19 +104,17 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
 
 
 def _is_simple(scores: Tensor, choice: Choice, dim, temperature) -> bool:
-    """True for a call that goes to its kernel as it is: the last dimension, a plain temperature, no gradient."""
+    """True for a call that goes to its kernel as it is: the last dimension, a plain temperature."""
     parameter = choice.normalizer.parameter
     return (
         (dim == -1 or dim == scores.ndim - 1)
         and 1e-6 < temperature < 1e6
         and scores.ndim > 0
         and scores.numel() > 0
-        and not (scores.requires_grad and torch.is_grad_enabled())
         and choice.fused_in_attention
         and choice.plain is choice
         and not (parameter is not None and isinstance(choice.theta, float) and choice.theta < parameter.wide_below)
         and not choice.scale_free
-        and not is_autocast(scores)
     )
 
 

@@ -245,7 +245,9 @@ class Blocks:
 
     def rows_of(self, x: Tensor, block: Block) -> Tensor:
         """The block's queries of x [B, H, M, C] as [g, rows, C] in the accumulator's dtype."""
-        return block.take(x).to(self.dtype).reshape(*block.shape[:2], x.shape[-1])
+        x = block.take(x)
+        x = x if x.dtype == self.dtype else x.to(self.dtype)  # `to` takes a microsecond for nothing
+        return x.reshape(*block.shape[:2], x.shape[-1])
 
     def keys_of(self, task: Task) -> Keys:
         """The keys of a task.
@@ -255,7 +257,7 @@ class Blocks:
         looked for if they are not finite.
         """
         problem = self.problem
-        k, v = self._heads_of(problem.k, task), self._heads_of(problem.v, task)
+        k, v = self.heads_of(problem.k, task), self.heads_of(problem.v, task)
         by_entry = problem.mask is problem.bias is problem.interval is None
         if by_entry and (problem.key_lengths is None or not self.is_small):
             return Keys(k, v)
@@ -279,11 +281,11 @@ class Blocks:
         lo, hi = self._bounds_of(task)
         return min(int(lo.min(initial=self.n)), self.n), int(hi.max(initial=0))
 
-    def _heads_of(self, x: Tensor, task: Task) -> Tensor:
+    def heads_of(self, x: Tensor, task: Task) -> Tensor:
         """The task's heads of x [B, G, N, C] as [g, N, C], with contiguous rows as BLAS wants them."""
         if not self.is_small:
             x = x[task.b0 : task.b1, task.g0 : task.g1]
-        x = x.to(self.dtype).flatten(0, 1)
+        x = (x if x.dtype == self.dtype else x.to(self.dtype)).flatten(0, 1)
         _, stride, step = x.stride()
         return x if step == 1 and stride >= x.shape[-1] else x.contiguous()
 

@@ -38,6 +38,8 @@ OWN = (
     "numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "slope_of_weight",
     "parameter_slope",
 )  # fmt: skip
+NO_SINK = np.array([-np.inf])
+MAX_LANES = 16  # of a vector, in any precision
 OF_FAMILY = ("weight", "norm", "weight_slope", "norm_slope", "slope_product", "has_weight")
 
 

@@ -30,14 +30,14 @@ from regard._backends.cpu.attention import kernels
 from regard._backends.cpu.attention.blocks import Block, Blocks, Scratch, Task
 from regard._backends.cpu.attention.dropout import apply_dropout
 from regard._backends.cpu.attention.forward_rows import FIELDS
+from regard._backends.cpu.attention.kernels import MAX_LANES, NO_SINK
+from regard._backends.cpu.attention.small import plan as plan
 from regard._backends.cpu.attention.tangent import compute_tangent
 from regard._backends.cpu.jit.compile import precision_of
 from regard._core.problem import Along, Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE, NAMES
 
 INPUTS = ("q", "k", "v", "bias", "temperature", "sink", "row_bias", "relative", "theta", "score_params")
-NO_SINK = np.array([-np.inf])
-MAX_LANES = 16  # of a vector, in any precision
 
 
 def forward(problem: Problem) -> Forward:

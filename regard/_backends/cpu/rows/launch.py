@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel, precision_of
 from regard._backends.cpu.rows import pointwise, ratio, threshold
-from regard._backends.cpu.threads import run_row_ranges
+from regard._backends.cpu.threads import SMALL, run_row_ranges
 from regard.normalizers import Choice, Normalizer
 
 SCRATCH, PADDING, MIN_WIDTH = 4, 32, 2048  # rows of working space per thread; room behind each for whole vectors
@@ -48,11 +48,26 @@ def forward(
     return p, state
 
 
-def plan(choice: Choice, scale: float) -> Callable[[Tensor], Tensor]:
-    """A function that gives p = normaliser(scale·s) for tensors s [..., N]."""
+def plan(like: Tensor, choice: Choice, scale: float) -> Callable[[Tensor], Tensor]:
+    """Return a function s ↦ normaliser(scale·s) for tensors s [..., N] of the shape, strides and dtype of `like`."""
+    columns = like.shape[-1]
+    rows = like.numel() // columns
+    is_plain = like.dtype not in HALF and like.stride() == like.new_empty(like.shape).stride()
+    if not is_plain or rows * columns >= SMALL:
+        return lambda s: forward(s.reshape(rows, columns), choice, None, None, scale)[0].view(s.shape)
+    compiled, parameter = _row_kernel(choice.normalizer, "forward", like.dtype), _parameter(choice.theta, like.dtype)
+    is_matrix, dtype = like.ndim == 2, parameter.dtype
+    matrix, state, scratch = (rows, columns), (2, rows), (SCRATCH, max(columns + PADDING, MIN_WIDTH))
+    mask, stride, masked = _NO_MASK
 
     def normalize(s: Tensor) -> Tensor:
-        return forward(s.reshape(-1, s.shape[-1]).contiguous(), choice, None, None, scale)[0].view(s.shape)
+        p = torch.empty_like(s)
+        given, out = (s.detach() if s.requires_grad else s).numpy(), p.numpy()
+        if not is_matrix:
+            given, out = given.reshape(matrix), out.reshape(matrix)
+        kept, room = np.empty(state, dtype), np.empty(scratch, dtype)
+        compiled(given, out, kept, parameter, 0, mask, stride, masked, scale, room, 0, rows)
+        return p
 
     return normalize
 
@@ -88,7 +103,7 @@ def _run(
     if not rows or not columns:
         return
     compiled = _row_kernel(choice.normalizer, job, matrices[0].dtype)
-    parameters = _parameter(choice.theta or 0.0, state.dtype), 0  # row i has parameters[i·step]
+    parameters = _parameter(choice.theta, state.dtype), 0  # row i has parameters[i·step]
     if theta is not None:
         parameters = as_array(theta.to(state.dtype)), 1
     arrays = *map(as_array, matrices), as_array(state)
@@ -117,8 +132,8 @@ def as_array(x: Tensor) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=256)
-def _parameter(value: float, dtype: torch.dtype) -> np.ndarray:
-    return np.array([value], precision_of(dtype))
+def _parameter(value: float | None, dtype: torch.dtype) -> np.ndarray:
+    return np.array([value or 0.0], precision_of(dtype))
 
 
 def _mask_array(mask: Tensor) -> tuple[np.ndarray, int, bool]:

@@ -61,25 +61,22 @@ def _empty_state(s: Tensor) -> Tensor:
     return torch.empty(2, s.numel() // s.shape[-1], dtype=accumulator(s.dtype), device=s.device)
 
 
-def plan(choice: Choice, scale: float) -> Callable[[Tensor], Tensor]:
-    """A function that gives p = normaliser(scale·s) for tensors s [..., N] of one shape, layout and dtype."""
-    kind = object()
-    kept: list[Tensor] = []  # the row state is written, and read by nobody
+def plan(like: Tensor, choice: Choice, scale: float) -> Callable[[Tensor], Tensor]:
+    """Return a function s ↦ normaliser(scale·s) for tensors s [..., N] of the shape, strides and dtype of `like`."""
+    if not like.is_cuda or like.numel() > SMALL:
+        return lambda s: _forward(s.contiguous(), choice, None, None, scale)[0]
+    kind, state = object(), _empty_state(like)  # the row state is written, and read by nobody
 
     def normalize(s: Tensor) -> Tensor:
         s = s.contiguous()
-        if not s.is_cuda or s.numel() > SMALL:
-            return _forward(s, choice, None, None, scale)[0]
-        if not kept:
-            kept.append(_empty_state(s))
 
         def compute() -> tuple[Tensor]:
             p = torch.empty_like(s)
-            _Launch("forward", s, (s, p, kept[0]), choice, None, None, scale).run()
+            _Launch("forward", s, (s, p, state), choice, None, None, scale).run()
             return (p,)
 
         with on_device_of(s):
-            return tape.run((kind, s.data_ptr() % 16 == 0), (s, kept[0]), compute)[0]
+            return tape.run((kind, s.data_ptr() % 16 == 0), (s, state), compute)[0]
 
     return normalize
 

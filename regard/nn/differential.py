@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from regard import normalizers, statistics
 from regard._core.attention import attention
 from regard._core.dtypes import accumulator
+from regard._core.mask.visible import check_key_lengths
 from regard._core.options import AttnMask
 from regard._core.rows.validation import check_flag
-from regard._core.validation import check_key_lengths
 from regard.nn import validation
 from regard.nn.multihead import Cache
 from regard.nn.visibility import Visibility

@@ -16,11 +16,11 @@ from regard import normalizers, statistics
 from regard._core.attention import attention
 from regard._core.derivatives.autograd import is_saved_elsewhere
 from regard._core.gate import apply_gate
+from regard._core.mask.visible import check_key_lengths
 from regard._core.options import AttnMask
-from regard._core.qk_norm import qk_norm
 from regard._core.readable import is_mapped
+from regard._core.rows.qk_norm import qk_norm
 from regard._core.rows.validation import check_flag
-from regard._core.validation import check_key_lengths
 from regard.bias import forgetting
 from regard.mask import Mask
 from regard.nn import additive, torch_weights, validation

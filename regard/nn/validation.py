@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard import normalizers
+from regard._core.options import check_score_mod, check_softcap
 from regard._core.rows.validation import is_autocast, is_float
-from regard._core.validation import check_score_mod, check_softcap
 
 GATES = ("head", "element")
 SCORES = ("scaled_dot", "dot", "additive", "cosine")

@@ -11,8 +11,8 @@ from torch import Tensor
 from regard._core.mask.attn_mask import GivenMask, densify, split_attn_mask
 from regard._core.mask.parts import Packed, check_cu_seqlens
 from regard._core.mask.varlen import recall
+from regard._core.mask.visible import check_mask, check_window
 from regard._core.options import AttnMask
-from regard._core.validation import check_mask, check_window
 from regard.mask import Mask
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,8 +29,8 @@ from regard.lab.estimate import Estimate, difference, exact, exponent, mean, qua
 from regard.lab.figure import Figure
 
 __all__ = [  # all that a claim's file imports
-    "Estimate", "Figure", "above", "below", "claim", "conclude", "difference", "exact", "exponent", "mean", "near",
-    "quantile", "ratio", "share",
+    "Estimate", "Figure", "above", "bands", "below", "claim", "conclude", "difference", "exact", "exponent", "gap",
+    "listed", "mean", "near", "quantile", "ratio", "share",
 ]  # fmt: skip
 
 CORE, BEYOND, OURS = "core", "beyond", "ours"
@@ -100,6 +100,26 @@ def below(what: str, bound: float, measured: Measured) -> Check:
 
 def _estimate(measured: Measured) -> Estimate:
     return measured if isinstance(measured, Estimate) else exact(measured)
+
+
+def gap(a: Tensor, b: Tensor | float) -> float:
+    """Return the largest |a − b|."""
+    return float((a - b).abs().max())
+
+
+def bands(estimates: Sequence[Estimate]) -> tuple[list[float], ...]:
+    """Return (low, value, high) of the estimates, as a figure of bands takes them."""
+    return tuple([getattr(e, side) for e in estimates] for side in ("low", "value", "high"))
+
+
+def listed(template: str, *columns: Iterable) -> str:
+    """Return a text for each entry of the columns, with commas between them.
+
+    >>> from regard.lab.claim import listed
+    >>> listed("{:.1f} at d = {}", [0.25, 4.0], [16, 64])
+    '0.2 at d = 16, 4.0 at d = 64'
+    """
+    return ", ".join(template.format(*row) for row in zip(*columns, strict=True))
 
 
 @dataclass(frozen=True)

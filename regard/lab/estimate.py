@@ -24,7 +24,7 @@ Z = 3.8906  # the normal quantile of (1 + LEVEL) / 2
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its interval, low ≤ value ≤ high."""
+    """A value and its interval, low ≤ value ≤ high; in a figure or a text with a format it is the value."""
 
     value: float
     low: float
@@ -34,6 +34,12 @@ class Estimate:
         if self.low == self.high:
             return f"{self.value:.4g}"
         return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __format__(self, form: str) -> str:
+        return format(self.value, form) if form else repr(self)
 
 
 def exact(value: float | Tensor) -> Estimate:

@@ -26,7 +26,7 @@ def spread(sampler, d, v_scale, blocks=300):
 def measure(sampler):
     plain = torch.stack([spread(sampler, d, 1.0) for d in DIMS])
     small = torch.stack([spread(sampler, d, d**-0.5) for d in DIMS])
-    series = {"v of variance 1": (DIMS, plain.mean(-1).tolist()), "v of variance 1/d": (DIMS, small.mean(-1).tolist())}
+    series = {"v of variance 1": (DIMS, plain.mean(-1)), "v of variance 1/d": (DIMS, small.mean(-1))}
     alt = (
         "With unit-variance v the additive score grows as the square root of d; with v of variance 1/d it is constant."
     )

@@ -3,7 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Figure, below, claim, conclude, near
+from regard.lab.claim import Figure, below, claim, conclude, gap, near
 
 N, LENGTHS = 12, [12, 7, 1]
 
@@ -29,36 +29,26 @@ def zeros(w, hidden):
     "visible ones sum to 1. Beyond: with padding before the tokens too.",
 )
 def measure(sampler):
-    n, lengths = N, LENGTHS
-    s = 3 * sampler.normal(3, n, n)
-    causal = regard.masks.causal(n)
-    padding = regard.masks.padding(lengths, n)[:, None, :]
+    s = 3 * sampler.normal(3, N, N)
+    causal = regard.masks.causal(N)
+    padding = regard.masks.padding(LENGTHS, N)[:, None, :]
     visible, left = causal & padding, causal & padding.flip(-1)  # the padding after the tokens, and before them
     w, blind = note(s, visible), note(s, left)
-    ours = regard.softmax(s, mask=left)
-    q = sampler.normal(3, 1, n, 8)
-    _, stats = regard.attention(
-        q, q, q, is_causal=True, key_lengths=torch.tensor(lengths), return_stats=("visible_keys",)
-    )
-    counted = visible.sum(-1)
+    before, ours = zeros(blind, ~left), regard.softmax(s, mask=left)
+    q = sampler.normal(3, 1, N, 8)
+    _, stats = regard.attention(q, q, q, is_causal=True, key_lengths=LENGTHS, return_stats=("visible_keys",))
+    miscounted = gap(stats.visible_keys[:, 0], visible.sum(-1))
     alt = (
-        f"Weights of {n} causal queries whose last {n - lengths[1]} keys are padding: zero above the "
-        f"diagonal and from key {lengths[1]} on."
+        f"Weights of {N} causal queries whose last {N - LENGTHS[1]} keys are padding: zero above the "
+        f"diagonal and from key {LENGTHS[1]} on."
     )
     return conclude(
         near("share of masked weights that are exactly 0", 1.0, zeros(w, ~visible), 1e-9),
-        below("largest |Σ w − 1| over what is visible", 1e-6, (w.sum(-1) - 1).abs().max()),
-        near(
-            "share of masked weights that are exactly 0, padding before the tokens", 1.0, zeros(blind, ~left), 1e-9
-        ).beyond(),
+        below("largest |Σ w − 1| over what is visible", 1e-6, gap(w.sum(-1), 1)),
+        near("share of masked weights that are exactly 0, padding before the tokens", 1.0, before, 1e-9).beyond(),
         near("the same with regard.softmax(mask=…)", 1.0, zeros(ours, ~left), 1e-9).ours(),
-        near(
-            "keys counted by regard.attention, minus the mask's",
-            0.0,
-            (stats.visible_keys[:, 0] - counted).abs().max(),
-            1e-6,
-        ).ours(),
+        near("keys counted by regard.attention, minus the mask's", 0.0, miscounted, 1e-6).ours(),
         condition="every row sees at least one key. With padding before the tokens the first rows of a causal mask see "
-        f"none: {int(blind.isnan().all(-1).sum())} of {3 * n} rows are NaN here; regard gives them zeros",
+        f"none: {int(blind.isnan().all(-1).sum())} of {3 * N} rows are NaN here; regard gives them zeros",
         figure=Figure("heat", "key", "query", alt=alt, rows=w[1].tolist()),
     )

@@ -1,6 +1,6 @@
 """The mean of q·k for independent entries."""
 
-from regard.lab.claim import Figure, claim, conclude, mean, near
+from regard.lab.claim import Figure, bands, claim, conclude, listed, mean, near
 
 DIMS = [4, 16, 64, 256]
 
@@ -18,13 +18,8 @@ def measure(sampler):
     means = [mean(sampler.dots(d, 200, 24, 24).mean((-1, -2)) / d**0.5) for d in DIMS]
     q, k = sampler.normal(200, 24, 64) + 0.5, sampler.normal(200, 64, 24) + 0.5
     shifted = mean((q @ k).mean((-1, -2)))
-    series = {
-        "mean and 99.99 % interval": (DIMS, [m.low for m in means], [m.value for m in means], [m.high for m in means])
-    }
-    alt = (
-        "The mean of q·k in standard deviations: "
-        f"{', '.join(f'{m.value:.3f} at d_k {d}' for d, m in zip(DIMS, means, strict=True))}."
-    )
+    series = {"mean and 99.99 % interval": (DIMS, *bands(means))}
+    alt = f"The mean of q·k in standard deviations: {listed('{:.3f} at d_k {}', means, DIMS)}."
     return conclude(
         *(near(f"E[q·k]/√d_k, d_k = {d}", 0.0, m, 0.05) for d, m in zip(DIMS, means, strict=True)),
         near("E[q·k] at d_k = 64 when entries have mean ½ (d_k·μ²)", 16.0, shifted, 1.0).ours(),

@@ -2,7 +2,7 @@
 
 import torch
 
-from regard.lab.claim import Figure, claim, conclude, exponent, mean, near
+from regard.lab.claim import Figure, claim, conclude, exponent, listed, mean, near
 
 DIMS = [4, 16, 64, 256]
 
@@ -22,11 +22,8 @@ def measure(sampler):
     growth = exponent(DIMS, torch.stack([square[:300] for square in squares]))
     q, k = sampler.normal(300, 24, 64) + 0.5, sampler.normal(300, 64, 24) + 0.5
     shifted = mean(((q @ k) - 16.0).square().mean((-1, -2)))
-    series = {"measured": (DIMS, [v.value for v in variances]), "d_k": (DIMS, DIMS)}
-    alt = (
-        "The variance of q·k follows the line d_k: "
-        f"{', '.join(f'{v.value:.1f} at {d}' for d, v in zip(DIMS, variances, strict=True))}."
-    )
+    series = {"measured": (DIMS, variances), "d_k": (DIMS, DIMS)}
+    alt = f"The variance of q·k follows the line d_k: {listed('{:.1f} at {}', variances, DIMS)}."
     return conclude(
         near("Var(q·k) at d_k = 64", 64.0, variances[2], 3.8),
         *(near(f"Var(q·k)/d_k at d_k = {d}", 1.0, mean(s / d), 0.06) for d, s in zip(DIMS, squares, strict=True)),

@@ -5,7 +5,7 @@ import math
 import torch
 
 import regard
-from regard.lab.claim import Figure, below, claim, conclude, near
+from regard.lab.claim import Figure, below, claim, conclude, gap, near
 
 LARGEST = math.log(torch.finfo(torch.float32).max)
 SIZES = [1.0, 10.0, 50.0, 80.0, 100.0, 500.0, 1000.0]
@@ -39,15 +39,15 @@ def measure(sampler):
     exactly = [regard.softmax(size * z.double()) for size in SIZES]
     finite = [float(naive(size * z).isfinite().all(-1).double().mean()) for size in SIZES]
     safe = [float(shifted(size * z).isfinite().all(-1).double().mean()) for size in SIZES]
-    off = [float((shifted(size * z) - w).abs().max()) for size, w in zip(SIZES, exactly, strict=True)]
-    identity = torch.exp(z.double() - regard.logsumexp(z.double())[:, None]) - regard.softmax(z.double())
+    off = [gap(shifted(size * z), w) for size, w in zip(SIZES, exactly, strict=True)]
+    by_lse = torch.exp(z.double() - regard.logsumexp(z.double())[:, None])
     series = {"exp(z)/Σexp(z)": (SIZES, finite), "shifted by the maximum": (SIZES, safe)}
     alt = (
         f"Without the shift rows turn to NaN once scores pass {LARGEST:.1f}, and {finite[-1]:.0%} stay "
         f"finite at {SIZES[-1]:g}; shifted, {safe[-1]:.0%} do."
     )
     return conclude(
-        below("largest |exp(z − lse) − softmax|, float64", 1e-14, identity.abs().max()),
+        below("largest |exp(z − lse) − softmax|, float64", 1e-14, gap(by_lse, regard.softmax(z.double()))),
         below("largest error of the shifted form, scores to ±1000, float32", 1e-4, max(off)),
         below("rows that survive without the shift, scores to ±1000", 1.0, finite[-1]),
         near("rows that survive without the shift, scores to ±80", 1.0, finite[3], 1e-9).ours(),

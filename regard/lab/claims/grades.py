@@ -29,8 +29,8 @@ def measure(sampler):
     own = regard.softmax(MARKS / LARGEST)
     series = {
         "claimed": (SUBJECTS, CLAIMED),
-        "softmax of marks/√5": (SUBJECTS, scaled.tolist()),
-        "softmax, own scales": (SUBJECTS, own.tolist()),
+        "softmax of marks/√5": (SUBJECTS, scaled),
+        "softmax, own scales": (SUBJECTS, own),
     }
     alt = "Softmax of the marks, scaled by a common factor, puts all on chemistry; own scales put most on Chinese."
     return conclude(

@@ -3,7 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Figure, below, claim, conclude, exponent, near, quantile, ratio
+from regard.lab.claim import Figure, below, claim, conclude, exponent, listed, near, quantile, ratio
 
 DIMS, KEYS, ROWS = [16, 64, 256, 1024], 10, 500
 FLOOR = 1e-12  # what is less is drawn here
@@ -36,9 +36,10 @@ def measure(sampler):
     medians = [quantile(row, 0.5) for row in unscaled]
     fall = ratio(medians[3], medians[1])
     series = {
-        name: (DIMS, *(row.quantile(p, -1).clamp_min(FLOOR).tolist() for p in (0.1, 0.5, 0.9)))
+        name: (DIMS, *(row.quantile(p, -1).clamp_min(FLOOR) for p in (0.1, 0.5, 0.9)))
         for name, row in (("unscaled", unscaled), ("scaled", scaled))
     }
+    floor = {f"{FLOOR:g} or less": FLOOR} if unscaled.quantile(0.1, -1).min() < FLOOR else {}
     alt = (
         f"From d_k {DIMS[0]} to {DIMS[-1]} the unscaled gradient's median falls from {_ends(unscaled, 0.5)}, "
         f"its lower decile from {_ends(unscaled, 0.1)}, and its upper decile goes from {_ends(unscaled, 0.9)}; "
@@ -50,18 +51,9 @@ def measure(sampler):
         near("scaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", 0.0, exponent(DIMS, scaled), 0.1),
         below("unscaled: the median's fall is steeper than 1/d_k", 0.04, fall).ours(),
         right="Scaled, it is constant. Unscaled there is no power law 1/d_k: the mean stays near 1, carried by the "
-        "few rows whose two best keys nearly tie, while the median falls exponentially in √d_k ("
-        + ", ".join(f"{m.value:.2g}" for m in medians)
-        + f" at d_k = {', '.join(map(str, DIMS))}).",
-        figure=Figure(
-            "bands",
-            "d_k",
-            "‖∂L/∂q‖: median, 10 to 90 %",
-            series,
-            alt,
-            log="xy",
-            guides={f"{FLOOR:g} or less": FLOOR} if unscaled.quantile(0.1, -1).min() < FLOOR else {},
-        ),
+        f"few rows whose two best keys nearly tie, while the median falls exponentially in √d_k "
+        f"({listed('{:.2g}', medians)} at d_k = {listed('{}', DIMS)}).",
+        figure=Figure("bands", "d_k", "‖∂L/∂q‖: median, 10 to 90 %", series, alt, log="xy", guides=floor),
     )
 
 

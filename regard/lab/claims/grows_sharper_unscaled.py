@@ -27,8 +27,9 @@ def measure(sampler):
     unscaled = torch.stack([sharpness(sampler, d, 1.0, 400) for d in DIMS])
     scaled = torch.stack([sharpness(sampler, d, d**-0.5, 1500) for d in DIMS])
     wide = sharpness(sampler, 2048, 1.0, 40)
+    fall = exponent(DIMS[2:], 1.0 - unscaled[2:])
     change = [mean(row - scaled[-1]) for row in scaled]
-    series = {"unscaled": (DIMS, unscaled.mean(-1).tolist()), "scaled": (DIMS, scaled.mean(-1).tolist())}
+    series = {"unscaled": (DIMS, unscaled.mean(-1)), "scaled": (DIMS, scaled.mean(-1))}
     alt = (
         f"As d_k goes from {DIMS[0]} to {DIMS[-1]} the mean largest weight goes from "
         f"{unscaled[0].mean():.2f} to {unscaled[-1].mean():.2f} unscaled, and from {scaled[0].mean():.2f} to "
@@ -36,9 +37,7 @@ def measure(sampler):
     )
     return conclude(
         above("unscaled: mean largest weight, d_k = 2048", 0.9, mean(wide)),
-        near(
-            "unscaled: exponent b of 1 − w_max ∝ d_k^b, d_k ≥ 16", -0.5, exponent(DIMS[2:], 1.0 - unscaled[2:]), 0.2
-        ).ours(),
+        near("unscaled: exponent b of 1 − w_max ∝ d_k^b, d_k ≥ 16", -0.5, fall, 0.2).ours(),
         near("scaled: largest weight, d_k = 64 minus d_k = 256", 0.0, change[3], 0.025),
         near("scaled: largest weight, d_k = 16 minus d_k = 256", 0.0, change[2], 0.025),
         near("scaled: largest weight, d_k = 1 minus d_k = 256", 0.0, change[0], 0.025).beyond(),

@@ -29,9 +29,9 @@ def measure(sampler):
     (gradient,) = torch.autograd.grad(value, leaf)
     labels = [f"{z:g}" for z in Z]
     series = {
-        "softmax": (labels, w.tolist()),
-        "hard samples": (labels, hard.mean(0).tolist()),
-        "mean soft, T = 1": (labels, soft.mean(0).tolist()),
+        "softmax": (labels, w),
+        "hard samples": (labels, hard.mean(0)),
+        "mean soft, T = 1": (labels, soft.mean(0)),
     }
     alt = "Frequencies of hard Gumbel samples match softmax; the mean of soft samples at T = 1 is flatter."
     return conclude(

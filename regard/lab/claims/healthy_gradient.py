@@ -3,7 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Figure, above, claim, conclude
+from regard.lab.claim import Figure, above, claim, conclude, listed
 
 SCORES = [-3.0, -1.0, 0.0, 1.0, 3.0]
 
@@ -18,8 +18,8 @@ def measure(sampler):
     slopes = regard.jacobian(torch.tensor(SCORES, dtype=torch.float64)).diagonal()
     alive = int((slopes > 0.01).sum())
     unscaled = regard.jacobian(8 * torch.tensor(SCORES, dtype=torch.float64)).diagonal().max()
-    series = {"measured": ([f"{z:g}" for z in SCORES], slopes.tolist())}
-    alt = f"The slope s(1 − s) for the five scores: {', '.join(f'{s:.4f}' for s in slopes)}; the first is below 0.01."
+    series = {"measured": ([f"{z:g}" for z in SCORES], slopes)}
+    alt = f"The slope s(1 − s) for the five scores: {listed('{:.4f}', slopes)}; the first is below 0.01."
     return conclude(
         above("smallest s(1 − s), score −3", 0.01, slopes.min()),
         *(above(f"s(1 − s) of score {z:g}", 0.01, s) for z, s in zip(SCORES[1:], slopes[1:], strict=True)),

@@ -3,7 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Figure, above, below, claim, conclude
+from regard.lab.claim import Figure, above, below, claim, conclude, gap
 
 
 def finite_differences(function, z, step=1e-5):
@@ -31,12 +31,12 @@ def measure(sampler):
     lse = finite_differences(lambda x: regard.logsumexp(x)[None], z)[0]
     alt = "The Jacobian of a softmax over six scores: positive on the diagonal, negative and symmetric off it."
     return conclude(
-        below("largest |diag(s) − s sᵀ − measured|", 1e-8, (formula - measured).abs().max()),
-        below("largest |regard.jacobian − measured|", 1e-8, (regard.jacobian(z) - measured).abs().max()).ours(),
-        below("largest |∂ lse/∂z_j − s_j|", 1e-8, (lse - s).abs().max()).ours(),
-        below("off-diagonal printed −a_j·a_j (note 002)", 1e-8, (printed - measured).abs().max()).beyond(),
-        below("∂ lse/∂z_j printed s_l, l ≠ j (note 000)", 1e-8, (lse - s.roll(1)).abs().max()).beyond(),
-        above("asymmetry of the matrix printed in 002", 1e-8, (printed - printed.T).abs().max()).ours(),
+        below("largest |diag(s) − s sᵀ − measured|", 1e-8, gap(formula, measured)),
+        below("largest |regard.jacobian − measured|", 1e-8, gap(regard.jacobian(z), measured)).ours(),
+        below("largest |∂ lse/∂z_j − s_j|", 1e-8, gap(lse, s)).ours(),
+        below("off-diagonal printed −a_j·a_j (note 002)", 1e-8, gap(printed, measured)).beyond(),
+        below("∂ lse/∂z_j printed s_l, l ≠ j (note 000)", 1e-8, gap(lse, s.roll(1))).beyond(),
+        above("asymmetry of the matrix printed in 002", 1e-8, gap(printed, printed.T)).ours(),
         condition="two misprints are read as meant: off the diagonal −a_j·a_k (002 prints −a_j·a_j), and ∂ lse/∂z_j "
         "= s_j (000 prints s_l)",
         figure=Figure("heat", "score j", "weight i", alt=alt, rows=measured.tolist()),

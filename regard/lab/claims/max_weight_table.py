@@ -1,7 +1,7 @@
 """The note's own script, run many times: its printed output is not what it prints."""
 
 import regard
-from regard.lab.claim import Figure, claim, conclude, mean, near, quantile
+from regard.lab.claim import Figure, claim, conclude, listed, mean, near, quantile
 
 DIMS, RUNS = [16, 64, 256], 400
 UNSCALED, SCALED = [0.342, 0.891, 0.998], [0.289, 0.276, 0.301]
@@ -29,28 +29,18 @@ def measure(sampler):
     rows = regard.softmax(sampler.dots(64, RUNS, 10, 10) / 8).amax(-1).mean(-1)
     names = [f"{kind}, d_k = {d}" for kind in ("unscaled", "scaled") for d in DIMS]
     series = {
-        **{
-            name: (DIMS, *([float(x.quantile(p)) for x in runs] for p in (0.01, 0.5, 0.99)))
-            for name, runs in (("unscaled", unscaled), ("scaled", scaled))
-        },
-        "unscaled, claimed": (DIMS, UNSCALED, UNSCALED, UNSCALED),
-        "scaled, claimed": (DIMS, SCALED, SCALED, SCALED),
+        name: (DIMS, *([x.quantile(p) for x in runs] for p in (0.01, 0.5, 0.99)))
+        for name, runs in (("unscaled", unscaled), ("scaled", scaled))
     }
-    alt = (
-        "The script's median output and the claimed one: "
-        + "; ".join(
-            f"{m.value:.3f} and {c:.3f} {name}" for name, m, c in zip(names, medians, UNSCALED + SCALED, strict=True)
-        )
-        + "."
-    )
+    claimed = {"unscaled, claimed": UNSCALED, "scaled, claimed": SCALED}
+    series |= {name: (DIMS, numbers, numbers, numbers) for name, numbers in claimed.items()}
+    pairs = "; ".join(f"{m:.3f} and {c:.3f} {n}" for n, m, c in zip(names, medians, UNSCALED + SCALED, strict=True))
+    alt = f"The script's median output and the claimed one: {pairs}."
     return conclude(
         *(near(f"median output, {n}", c, m, 0.05) for n, c, m in zip(names, UNSCALED + SCALED, medians, strict=True)),
         near("mean of the ten rows' largest weights, scaled, d_k = 64", 0.32, mean(rows), 0.02).ours(),
-        right="The script takes the largest of 100 weights. Its median output is "
-        + ", ".join(f"{m.value:.3f}" for m in medians[:3])
-        + " unscaled and "
-        + ", ".join(f"{m.value:.3f}" for m in medians[3:])
-        + f" scaled; in {RUNS} runs at d_k = 16 unscaled the smallest "
-        f"was {unscaled[0].min():.3f}.",
+        right=f"The script takes the largest of 100 weights. Its median output is {listed('{:.3f}', medians[:3])} "
+        f"unscaled and {listed('{:.3f}', medians[3:])} scaled; in {RUNS} runs at d_k = 16 unscaled the smallest was "
+        f"{unscaled[0].min():.3f}.",
         figure=Figure("bands", "d_k", "script's output: median, 1 to 99 %", series, alt, log="x"),
     )

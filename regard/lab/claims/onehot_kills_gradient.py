@@ -28,7 +28,7 @@ def measure(sampler):
     norm = torch.linalg.matrix_norm(regard.jacobian(rows))
     gain = regard.statistics.of_scores(rows).gradient_gain
     slope = (norm[-1] / norm[-3]).log() / (missing[-1] / missing[-3]).log()
-    series = {"‖J‖": (missing.tolist(), norm.tolist()), "gradient gain tr J": (missing.tolist(), gain.tolist())}
+    series = {"‖J‖": (missing, norm), "gradient gain tr J": (missing, gain)}
     alt = (
         "Norm and trace of the Jacobian fall in proportion to one minus the largest weight, over "
         f"{int((missing[0] / missing[-1]).log10())} decades."

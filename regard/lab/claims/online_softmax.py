@@ -3,7 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Figure, below, claim, conclude
+from regard.lab.claim import Figure, below, claim, conclude, gap
 
 
 def as_printed(blocks):
@@ -38,21 +38,14 @@ def measure(sampler):
         ragged.update(block)
     denominator = torch.exp(z - z.max()).sum()
     printed = (as_printed(z.split(6)) / denominator - 1.0).abs()
-    series = {"OnlineSoftmax": (list(range(1, 11)), steps)}
+    series, whole_row = {"OnlineSoftmax": (range(1, 11), steps)}, {"denominator of the whole row": denominator}
     alt = "The running denominator grows block by block and ends at the whole row's."
     return conclude(
-        below("largest |online − whole| weight, ten equal blocks", 1e-14, (even - whole).abs().max()),
-        below("|m − max z|, blocks of 1, 17, 2, 30, 10", 1e-300, (ragged.max - z.max()).abs()),
-        below("relative error of ℓ, blocks of 1, 17, 2, 30, 10", 1e-14, (ragged.sum / denominator - 1).abs()),
+        below("largest |online − whole| weight, ten equal blocks", 1e-14, gap(even, whole)),
+        below("|m − max z|, blocks of 1, 17, 2, 30, 10", 1e-300, gap(ragged.max, z.max())),
+        below("relative error of ℓ, blocks of 1, 17, 2, 30, 10", 1e-14, gap(ragged.sum / denominator, 1)),
         below("relative error of ℓ, the block not summed (as printed)", 1e-3, printed.max()).beyond(),
         condition="the block's term is summed, ℓ_i = e^{m_{i−1}−m_i}·ℓ_{i−1} + Σ_j exp(zⁱ_j − m_i); equal blocks "
         "are not needed",
-        figure=Figure(
-            "lines",
-            "blocks seen",
-            "ℓ so far, in units of e^(max z)",
-            series,
-            alt,
-            guides={"denominator of the whole row": float(denominator)},
-        ),
+        figure=Figure("lines", "blocks seen", "ℓ so far, in units of e^(max z)", series, alt, guides=whole_row),
     )

@@ -3,7 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Figure, above, below, claim, conclude, near
+from regard.lab.claim import Figure, above, below, claim, conclude, gap, near
 
 
 @claim(
@@ -23,13 +23,13 @@ def measure(sampler):
     line = torch.linspace(-6, 6, 49, dtype=torch.float64)
     moved = regard.softmax(torch.stack([line, torch.zeros_like(line), torch.ones_like(line)], -1))
     bend = (moved[2:] - 2 * moved[1:-1] + moved[:-2]).abs().max() / (line[1] - line[0]) ** 2
-    series = {f"score {name}": (line.tolist(), moved[:, i].tolist()) for i, name in enumerate(("moving", "0", "1"))}
+    series = {f"score {name}": (line, moved[:, i]) for i, name in enumerate(("moving", "0", "1"))}
     alt = (
         f"As one of three scores moves from {line[0]:g} to {line[-1]:g} its weight rises smoothly from "
         f"{moved[0, 0]:.3f} to {moved[-1, 0]:.3f} and the others fall."
     )
     return conclude(
-        below("largest |Σw − 1|", 1e-14, (w.sum(-1) - 1).abs().max()),
+        below("largest |Σw − 1|", 1e-14, gap(w.sum(-1), 1)),
         above("smallest weight", 0.0, w.min()),
         near("rows of 500 whose weights have another order", 0.0, (~ordered).sum(), 0.5),
         below("largest second difference quotient along one score", 0.2, bend),

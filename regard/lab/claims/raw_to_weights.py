@@ -3,7 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Figure, claim, conclude, near
+from regard.lab.claim import Figure, claim, conclude, listed, near
 
 SCORES = [[2.1, 0.5, -1.2, 3.0], [1.8, -0.3, 2.5, 0.1]]
 CLAIMED = [[0.42, 0.08, 0.02, 0.48], [0.34, 0.04, 0.68, 0.06]]
@@ -19,7 +19,7 @@ CLAIMED = [[0.42, 0.08, 0.02, 0.48], [0.34, 0.04, 0.68, 0.06]]
 def measure(sampler):
     w = regard.softmax(torch.tensor(SCORES, dtype=torch.float64))
     flat = [(z, c, float(p)) for row in zip(SCORES, CLAIMED, w, strict=True) for z, c, p in zip(*row, strict=True)]
-    rows = [", ".join(f"{p:.2f}" for p in row) for row in w]
+    rows = [listed("{:.2f}", row) for row in w]
     labels = [f"{z:g}" for row in SCORES for z in row]
     series = {"claimed": (labels, [c for _, c, _ in flat]), "measured": (labels, [p for _, _, p in flat])}
     alt = f"Measured weights {rows[0]} and {rows[1]} beside the claimed ones."

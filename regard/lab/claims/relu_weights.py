@@ -3,7 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Figure, below, claim, conclude, near, share
+from regard.lab.claim import Figure, below, claim, conclude, gap, near, share
 
 KEYS = [1, 2, 4, 8]
 
@@ -23,11 +23,11 @@ def measure(sampler):
     alive = (s > 0).any(-1)
     w = naive(s)
     dead = [share(naive(sampler.normal(2000, n)).isnan().any(-1)) for n in KEYS]
-    series = {"measured": (KEYS, [d.value for d in dead]), "2^−n": (KEYS, [2.0**-n for n in KEYS])}
+    series = {"measured": (KEYS, dead), "2^−n": (KEYS, [2.0**-n for n in KEYS])}
     alt = "The share of rows with no positive score halves with every key."
     return conclude(
-        below("largest |Σw − 1| where a score is positive", 1e-6, (w[alive].sum(-1) - 1).abs().max()),
-        below("largest |naive − regard.relu_norm| there", 1e-6, (w - regard.relu_norm(s))[alive].abs().max()),
+        below("largest |Σw − 1| where a score is positive", 1e-6, gap(w[alive].sum(-1), 1)),
+        below("largest |naive − regard.relu_norm| there", 1e-6, gap(w[alive], regard.relu_norm(s)[alive])),
         below("share of NaN rows, 4 normal scores", 1e-3, share(w.isnan().any(-1))).beyond(),
         near("the same, 2^−4", 1 / 16, share(w.isnan().any(-1)), 0.04).ours(),
         near("NaN in regard.relu_norm", 0.0, regard.relu_norm(s).isnan().sum(), 0.5).ours(),

@@ -1,6 +1,6 @@
 """Dividing by √d_k makes the variance 1 at every d_k."""
 
-from regard.lab.claim import Figure, claim, conclude, mean, near
+from regard.lab.claim import Figure, bands, claim, conclude, listed, mean, near
 
 DIMS = [1, 4, 16, 64, 256]
 BLOCKS = {1: 12000, 4: 5000, 16: 2000, 64: 1000, 256: 500}
@@ -14,15 +14,10 @@ BLOCKS = {1: 12000, 4: 5000, 16: 2000, 64: 1000, 256: 500}
 )
 def measure(sampler):
     variances = [mean((sampler.dots(d, BLOCKS[d], 12, 12) / d**0.5).square().mean((-1, -2))) for d in DIMS]
-    series = {"measured": (DIMS, [v.low for v in variances], [v.value for v in variances], [v.high for v in variances])}
-    alt = (
-        "The variance of the scaled score: "
-        f"{', '.join(f'{v.value:.3f} at d_k {d}' for d, v in zip(DIMS, variances, strict=True))}."
-    )
+    series = {"measured": (DIMS, *bands(variances))}
+    alt = f"The variance of the scaled score: {listed('{:.3f} at d_k {}', variances, DIMS)}."
+    checks = [near(f"Var(q·k/√d_k) at d_k = {d}", 1.0, v, 0.06) for d, v in zip(DIMS, variances, strict=True)]
     return conclude(
-        *(
-            near(f"Var(q·k/√d_k) at d_k = {d}", 1.0, v, 0.06)
-            for d, v in reversed(list(zip(DIMS, variances, strict=True)))
-        ),
+        *reversed(checks),
         figure=Figure("bands", "d_k", "Var(q·k/√d_k)", series, alt, log="x", guides={"predicted": 1.0}),
     )

@@ -31,7 +31,7 @@ def measure(sampler):
     tied = x.clone()
     tied[:, 1] = tied[:, 0]
     tied_curve = torch.stack([distance(tied, k) for k in SCALES]).mean(-1)
-    series = {"one winner": (SCALES, curves.mean(-1).tolist()), "two tied winners": (SCALES, tied_curve.tolist())}
+    series = {"one winner": (SCALES, curves.mean(-1)), "two tied winners": (SCALES, tied_curve)}
     alt = "The distance from one-hot falls to 0 with k when one score is largest, and to one half when two are tied."
     return conclude(
         near("steps in k, of 3500, that move away from one-hot", 0.0, away.sum(), 0.5),

@@ -3,7 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Figure, above, below, claim, conclude
+from regard.lab.claim import Figure, above, below, claim, conclude, gap
 
 SHIFTS = [1.0, 1e2, 1e4, 1e6, 1e8]
 
@@ -22,12 +22,9 @@ SHIFTS = [1.0, 1e2, 1e4, 1e6, 1e8]
 )
 def measure(sampler):
     z = sampler.normal(200, 16, dtype=torch.float64)
-    double = [float((regard.softmax(z + c) - regard.softmax(z)).abs().max()) for c in SHIFTS]
-    single = [float((regard.softmax(z.float() + c) - regard.softmax(z.float())).abs().max()) for c in SHIFTS]
-    series = {
-        "float64": (SHIFTS, [max(x, 1e-17) for x in double]),
-        "float32": (SHIFTS, [max(x, 1e-17) for x in single]),
-    }
+    double, single = ([gap(regard.softmax(x + c), regard.softmax(x)) for c in SHIFTS] for x in (z, z.float()))
+    drawn = {"float64": double, "float32": single}
+    series = {name: (SHIFTS, [max(x, 1e-17) for x in changes]) for name, changes in drawn.items()}
     alt = (
         f"The largest change of a weight grows with c, as z + c loses digits of z: at c = {SHIFTS[-1]:g} it is "
         f"{single[-1]:.2g} in float32 and {double[-1]:.2g} in float64."

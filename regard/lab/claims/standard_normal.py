@@ -2,7 +2,7 @@
 
 import math
 
-from regard.lab.claim import Figure, claim, conclude, mean, near
+from regard.lab.claim import Figure, claim, conclude, listed, mean, near
 
 DIMS = [2, 8, 32, 256]
 BLOCKS = {2: 1500, 8: 500, 32: 300, 256: 300}
@@ -21,11 +21,8 @@ NORMAL = math.erfc(3 / math.sqrt(2))  # P(|x| > 3) = 0.0027
 def measure(sampler):
     tails = {d: mean(((sampler.dots(d, BLOCKS[d]) / d**0.5).abs() > 3).double().mean((-1, -2))) for d in DIMS}
     laplace = math.exp(-3 * math.sqrt(2))
-    series = {"measured": (DIMS, [tails[d].value for d in DIMS])}
-    alt = (
-        "The probability beyond three standard deviations: "
-        f"{', '.join(f'{tails[d].value:.4f} at d_k {d}' for d in DIMS)}; a normal law has {NORMAL:.4f}."
-    )
+    series, shown = {"measured": (DIMS, tails.values())}, listed("{:.4f} at d_k {}", tails.values(), DIMS)
+    alt = f"The probability beyond three standard deviations: {shown}; a normal law has {NORMAL:.4f}."
     return conclude(
         near("P(|q·k/√d_k| > 3), d_k = 256", NORMAL, tails[256], 0.0012),
         near("P(|q·k/√d_k| > 3), d_k = 2", NORMAL, tails[2], 0.0012).beyond(),

@@ -1,6 +1,6 @@
 """[−24, 24] is three standard deviations at d_k = 64: nearly all scores, but not their span."""
 
-from regard.lab.claim import Figure, above, below, claim, conclude, mean, near, quantile
+from regard.lab.claim import Figure, above, below, claim, conclude, listed, mean, near, quantile
 
 COUNTS = [16, 64, 256, 1024]
 
@@ -18,11 +18,8 @@ def measure(sampler):
     scores = sampler.dots(64, 600)  # 600 blocks of 1024 scores
     inside = mean((scores.abs() <= 24).double().mean((-1, -2)))
     largest = [quantile(scores.flatten(1)[:, :n].abs().amax(-1), 0.5) for n in COUNTS]
-    series = {"measured": (COUNTS, [e.value for e in largest])}
-    alt = (
-        "The median of the largest of n scores: "
-        f"{', '.join(f'{e.value:.1f} of {n}' for n, e in zip(COUNTS, largest, strict=True))}."
-    )
+    series = {"measured": (COUNTS, largest)}
+    alt = f"The median of the largest of n scores: {listed('{:.1f} of {}', largest, COUNTS)}."
     return conclude(
         above("share of scores within ±24", 0.99, inside),
         near("share of scores within ±24, a normal law", 0.9973, inside, 0.003).ours(),

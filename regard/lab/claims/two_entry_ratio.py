@@ -1,7 +1,7 @@
 """Scaling two scores by k raises the ratio of their weights to the k-th power."""
 
 import regard
-from regard.lab.claim import Figure, claim, conclude, near
+from regard.lab.claim import Figure, claim, conclude, gap, listed, near
 
 SCALES = [0.25, 0.5, 1.0, 2.0, 4.0]
 
@@ -19,13 +19,10 @@ def measure(sampler):
     for k in SCALES:
         w = regard.softmax(k * x)
         log_ratio = (w[:, 0] / w[:, 1]).log()
-        worst = max(worst, float((log_ratio - k * log_a).abs().max()))
+        worst = max(worst, gap(log_ratio, k * log_a))
         example.append(float(log_ratio[0] / log_a[0]))
     series = {"measured": (SCALES, example), "a^k": (SCALES, SCALES)}
-    alt = (
-        "The log ratio of two weights, divided by log a, is k itself: "
-        f"{', '.join(f'{x:.3f} at {k:g}' for k, x in zip(SCALES, example, strict=True))}."
-    )
+    alt = f"The log ratio of two weights, divided by log a, is k itself: {listed('{:.3f} at {:g}', example, SCALES)}."
     return conclude(
         near("largest |log(w₁/w₂) − k·log a| over 5000 pairs", 0.0, worst, 1e-10),
         figure=Figure("lines", "k", "log(w₁/w₂) / log a", series, alt),

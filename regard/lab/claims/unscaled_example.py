@@ -16,7 +16,8 @@ SCORES, CLAIMED = [-24.0, -10.0, 0.0, 10.0, 24.0], [0.0, 0.0, 0.0, 0.0, 1.0]
 )
 def measure(sampler):
     w = regard.softmax(torch.tensor(SCORES, dtype=torch.float64))
-    series = {"claimed": ([f"{z:g}" for z in SCORES], CLAIMED), "measured": ([f"{z:g}" for z in SCORES], w.tolist())}
+    labels = [f"{z:g}" for z in SCORES]
+    series = {"claimed": (labels, CLAIMED), "measured": (labels, w)}
     alt = "All weight sits on the score 24, claimed and measured alike."
     return conclude(
         *(near(f"weight of {z:g}", c, p, 0.0005) for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))),

@@ -15,9 +15,8 @@ def measure(sampler):
     scores = sampler.dots(64, 300) / 8.0
     inside = mean((scores.abs() <= 1).double().mean((-1, -2)))
     variance = mean(scores.square().mean((-1, -2)))
-    series = {
-        "d_k = 64": ([0.25 * i - 3.875 for i in range(32)], scores.histc(32, -4, 4).div(scores.numel() / 4).tolist())
-    }
+    bins = [0.25 * i - 3.875 for i in range(32)]
+    series = {"d_k = 64": (bins, scores.histc(32, -4, 4).div(scores.numel() / 4))}
     alt = "The density of the scaled score is a bell that reaches well beyond −1 and 1."
     return conclude(
         above("share of scaled scores within −1 … 1", 0.99, inside),

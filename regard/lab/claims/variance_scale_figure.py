@@ -5,7 +5,7 @@ import torch
 from scipy.interpolate import make_interp_spline
 
 import regard
-from regard.lab.claim import Figure, above, below, claim, conclude
+from regard.lab.claim import Figure, above, below, claim, conclude, gap
 
 LOGITS = torch.linspace(-3.5, 3.5, 15, dtype=torch.float64)
 SCALES = [0.01, 0.1, 1.0, 5.0, 10.0, 100.0]
@@ -37,13 +37,13 @@ def measure(sampler):
     dips = [float(spline(s).min()) for s in SCALES]
     misses = [float(np.abs(np.clip(spline(s), 0, None) - between(s)).max()) for s in SCALES]
     series = {
-        "spline, as drawn but unclipped": (FINE.tolist(), spline(10.0).tolist()),
-        "exp(s·x − lse)": (FINE.tolist(), between(10.0).tolist()),
-        "the 15 points": (list(range(15)), regard.softmax(10.0 * LOGITS).tolist()),
+        "spline, as drawn but unclipped": (FINE, spline(10.0)),
+        "exp(s·x − lse)": (FINE, between(10.0)),
+        "the 15 points": (range(15), regard.softmax(10.0 * LOGITS)),
     }
     alt = "At scale 10 the spline swings below zero before its last point, where the true curve stays at zero."
     return conclude(
-        below("largest |w − 1/15| of the points at scale 0.01", 0.01, (flat - 1 / 15).abs().max()),
+        below("largest |w − 1/15| of the points at scale 0.01", 0.01, gap(flat, 1 / 15)),
         above("largest weight of the points at scale 100", 0.999, sharp.max()),
         above("lowest value of the drawn curve before clipping", -1e-9, min(dips)).beyond(),
         below("largest |curve − exp(s·x − lse)| between the points", 0.02, max(misses)).beyond(),

@@ -3,7 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Figure, claim, conclude, near
+from regard.lab.claim import Figure, claim, conclude, listed, near
 
 Q, K = [0.5, -0.3, 1.2], [-0.7, 0.4, 0.9]
 
@@ -16,18 +16,15 @@ Q, K = [0.5, -0.3, 1.2], [-0.7, 0.4, 0.9]
 )
 def measure(sampler):
     q, k = (torch.tensor(x, dtype=torch.float64).reshape(1, 1, 1, 3) for x in (Q, K))
-    logits = [
+    total, scaled = (
         float(regard.attention(q, k, k, scale=scale, return_stats=("max_logit",))[1].max_logit)
         for scale in ("none", "sqrt")
-    ]
-    products = [a * b for a, b in zip(Q, K, strict=True)]
-    series = {"products": (["1", "2", "3", "sum", "sum/√3"], [*products, *logits])}
-    alt = (
-        f"The products {', '.join(f'{x:.2f}' for x in products)}, their sum {logits[0]:.2f} and the scaled sum "
-        f"{logits[1]:.2f}."
     )
+    products = [a * b for a, b in zip(Q, K, strict=True)]
+    series = {"products": (["1", "2", "3", "sum", "sum/√3"], [*products, total, scaled])}
+    alt = f"The products {listed('{:.2f}', products)}, their sum {total:.2f} and the scaled sum {scaled:.2f}."
     return conclude(
-        near("q·k", 0.61, logits[0], 0.005),
-        near("q·k/√3", 0.35, logits[1], 0.005),
+        near("q·k", 0.61, total, 0.005),
+        near("q·k/√3", 0.35, scaled, 0.005),
         figure=Figure("bars", "entry", "q_i·k_i", series, alt),
     )

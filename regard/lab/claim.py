@@ -138,9 +138,8 @@ class Finding:
         agreed: dict[str, list[bool]] = {CORE: [], BEYOND: [], OURS: []}
         for check in self.checks:
             agreed[check.role].append(check.agrees)
-        if not all(agreed[OURS]):
-            missed = next(check for check in self.checks if check.role == OURS and not check.agrees)
-            raise Undecided(f"our own derivation is off: {missed.what}: {missed.allowed}, measured {missed.measured}")
+            if check.role == OURS and not check.agrees:
+                raise Undecided(f"our own derivation is off: {check.what}: {check.allowed}, measured {check.measured}")
         if not agreed[CORE]:
             raise Undecided("no check is of the claim itself")
         if not all(agreed[CORE]):
@@ -207,12 +206,16 @@ class Claim:
 
 
 def claim(
-    note: str, statement: str, derivation: Sequence[str], rule: str
+    statement: str, derivation: Sequence[str], rule: str, note: str = ""
 ) -> Callable[[Callable[[Sampler], Finding]], Claim]:
-    """Make a function `measure(sampler)` of a file in `claims/` the claim that is called as the file, with - for _."""
+    """Make `measure(sampler)` of a file `claims/note_NNN/` the claim that is called as the file, with - for _.
+
+    note: the numbers of all notes that make the claim, where it is more than one.
+    """
 
     def make(measure: Callable[[Sampler], Finding]) -> Claim:
-        name = measure.__module__.rpartition(".")[2].replace("_", "-")
-        return Claim(name, note, statement, derivation, rule, measure)
+        *_, folder, file = measure.__module__.split(".")
+        own = note or folder.removeprefix("note_")
+        return Claim(file.replace("_", "-"), own, statement, derivation, rule, measure)
 
     return make

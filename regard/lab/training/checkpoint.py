@@ -40,10 +40,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: 
 
 
 def load(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    check: Callable[[dict], None] = lambda notes: None,
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, check: Callable[[dict], None] = lambda notes: None
 ) -> dict:
     """Restore a run and return its notes; `check` is called with them first and may raise."""
     from safetensors import safe_open

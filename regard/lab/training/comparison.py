@@ -57,17 +57,11 @@ def table(result: dict) -> Table:
     metric, differences = result["metric"], compare(result)
     rows = []
     for name in sorted_by_metric(result):
-        told = result["summary"][name]
-        mean = told.get(metric, {}).get("mean")
-        ours = differences.get(name)
-        rows.append([
-            name,
-            "" if mean is None else f"{mean:.4g}",
-            plus_minus(ours) if ours else "",
-            describe(ours, is_lower_better(result)) if ours else "",
-            f"{told['parameters'] / 1e6:.2f} M",
-            f"{told['diverged']} of {told['runs']}",
-        ])  # fmt: skip
+        told, ours = result["summary"][name], differences.get(name)
+        mean = f"{told[metric]['mean']:.4g}" if metric in told else ""
+        judged = [plus_minus(ours), describe(ours, is_lower_better(result))] if ours else ["", ""]
+        counts = f"{told['parameters'] / 1e6:.2f} M", f"{told['diverged']} of {told['runs']}"
+        rows.append([name, mean, *judged, *counts])
     difference = f"− {BASE}, {result['how']['level']:.0%}"
     columns = ["variant", metric, difference, "verdict", "parameters", "diverged"]
     return Table(columns, rows, numbers=[metric, "parameters"])

@@ -114,9 +114,8 @@ def _train(
     state, optimizer = path.with_suffix(".safetensors"), trial.optimizer()
     history, start, spent = [], 0, 0.0
     if state.exists():
-        notes = checkpoint.load(
-            state, trial.model, optimizer, lambda notes: _check_identity(identity, notes["identity"], state)
-        )
+        check = partial(_check_identity, identity, path=state)
+        notes = checkpoint.load(state, trial.model, optimizer, lambda notes: check(notes["identity"]))
         history, start, spent = notes["history"], notes["step"], notes["seconds"]
     else:
         history.append({"step": 0, **evaluate(trial)})

@@ -24,18 +24,11 @@ character = Experiment(
     variants=compared(LENGTH),
     make=LanguageTrial,
     presets={
-        "small": Preset(
-            steps=60,
-            every=30,
-            sizes=dict(layers=1, heads=4, width=128, length=48, batch=8, validation=2048, readings=False),
-            learner="softmax",
-            learns={"loss": 2.0},
+        "small": Preset.small(
+            60, 30, "softmax", 2.0, layers=1, heads=4, width=128, length=48, batch=8, validation=2048, readings=False
         ),
         "full": Preset(
-            steps=1000,
-            every=500,
-            sizes=dict(layers=2, heads=4, width=256, length=LENGTH, batch=32, validation=65_536, readings=False),
-            seeds=5,
+            1000, 500, dict(layers=2, heads=4, width=256, length=LENGTH, batch=32, validation=65_536, readings=False), 5
         ),
     },
     figures=comparison.figures,
@@ -48,18 +41,25 @@ translation = Experiment(
     variants=compared(keys=16),
     make=TranslationTrial,
     presets={
-        "small": Preset(
-            steps=120,
-            every=60,
-            sizes=dict(layers=1, heads=2, width=64, length=12, batch=32, dropout=0.0, rate=5e-3, readings=False),
-            learner="softmax",
-            learns={"loss": 0.8},
+        "small": Preset.small(
+            120,
+            60,
+            "softmax",
+            0.8,
+            layers=1,
+            heads=2,
+            width=64,
+            length=12,
+            batch=32,
+            dropout=0.0,
+            rate=5e-3,
+            readings=False,
         ),
         "full": Preset(
-            steps=1000,
-            every=500,
-            sizes=dict(layers=2, heads=4, width=256, length=32, batch=128, dropout=0.2, rate=1e-3, readings=False),
-            seeds=5,
+            1000,
+            500,
+            dict(layers=2, heads=4, width=256, length=32, batch=128, dropout=0.2, rate=1e-3, readings=False),
+            5,
         ),
     },
     reads="folder",
@@ -74,12 +74,8 @@ large = Experiment(
     variants=compared(LONG, but=DENSE),
     make=ByteTrial,
     presets={
-        "small": Preset(
-            steps=60,
-            every=30,
-            sizes={"layers": 1, "heads": 2, "width": 64, "length": 64, "batch": 8, "rate": 5e-3, "windows": 16},
-            learner="softmax",
-            learns={"loss": 2.6},
+        "small": Preset.small(
+            60, 30, "softmax", 2.6, layers=1, heads=2, width=64, length=64, batch=8, rate=5e-3, windows=16
         ),
         "full": Preset(
             steps=-(-TOKENS // (BATCH * LONG)),

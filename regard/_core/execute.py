@@ -29,12 +29,7 @@ from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 
 MOVED = ("max_logit", "mean_logit", "logsumexp")  # by a number that is added to every score of a row
-HOPPER_ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+HOPPER_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def execute(call: Call) -> Tensor | tuple[Tensor, Statistics]:

@@ -198,19 +198,17 @@ def check_theta(
 
     `count_keys` tells how many keys each query sees [B, H, M], for a parameter that is a function of them.
     """
-    theta, parameter = choice.theta, choice.normalizer.parameter
+    given: Any = choice.theta
+    parameter, rows = choice.normalizer.parameter, (batch, heads, queries)
     assert parameter is not None
-    if isinstance(theta, Tensor):
-        theta = check_parameter(theta, parameter).to(q.device, accumulator(q.dtype))
-        return _shape_per_row(theta, parameter.name, lead, batch, heads, queries)
-    assert callable(theta)
-    theta = theta(count_keys())
-    rows = batch, heads, queries
-    if not isinstance(theta, Tensor) or not fits(theta.shape, rows):
+    theta = given(count_keys()) if callable(given) and not isinstance(given, Tensor) else given
+    if theta is not given and not (isinstance(theta, Tensor) and fits(theta.shape, rows)):
         kind = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
         raise ValueError(f"{parameter.name}: its function must return a tensor that broadcasts to {rows}, got {kind}")
-    theta = check_parameter(theta, parameter).to(q.device, accumulator(q.dtype))
-    return theta.reshape(*(1,) * (3 - theta.ndim), *theta.shape)
+    wide = check_parameter(theta, parameter).to(q.device, accumulator(q.dtype))
+    if theta is given:
+        return _shape_per_row(wide, parameter.name, lead, batch, heads, queries)
+    return wide.reshape(*(1,) * (3 - wide.ndim), *wide.shape)
 
 
 def void_outside_kernels(theta: Tensor, choice: Choice) -> Tensor:

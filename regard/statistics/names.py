@@ -61,10 +61,7 @@ class Statistics(MutableMapping):
                 raise KeyError(name)
             stacked, order, carries = self._stacked
             if name in carries and stacked.requires_grad and not torch.is_grad_enabled():
-                with (
-                    torch.inference_mode(False),
-                    torch.enable_grad(),
-                ):  # kept for later, when its gradient may be wanted
+                with torch.inference_mode(False), torch.enable_grad():  # kept for later: its gradient may be wanted
                     self._values[name] = stacked[order.index(name)]
             else:
                 found = stacked[order.index(name)]

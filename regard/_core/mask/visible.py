@@ -10,17 +10,7 @@ import torch
 from torch import Tensor
 
 from regard._core.mask.attn_mask import GivenMask, find_positions
-from regard._core.mask.parts import (
-    INTEGERS,
-    Causal,
-    Intervals,
-    Lengths,
-    Packed,
-    Padding,
-    Part,
-    Window,
-    check_side,
-)
+from regard._core.mask.parts import INTEGERS, Causal, Intervals, Lengths, Packed, Padding, Part, Window, check_side
 from regard._core.readable import readable
 from regard._core.rows.validation import check_dense, fits, is_float
 from regard.mask import Mask

@@ -121,12 +121,7 @@ def entmax15_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, r
 
 
 def entmax_bisect_loss(
-    logits: Tensor,
-    target: Tensor,
-    alpha: float | Tensor = 1.5,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "none",
+    logits: Tensor, target: Tensor, alpha: float | Tensor = 1.5, *, ignore_index: int = -100, reduction: str = "none"
 ) -> Tensor:
     """p·z + H_α(p) − z_y with p = entmax_α(z); 0 once z_y is 1/(α − 1) above all others.
 

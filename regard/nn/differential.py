@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from regard import normalizers, statistics
 from regard._core.attention import attention
 from regard._core.dtypes import accumulator
-from regard._core.mask.visible import check_key_lengths
 from regard._core.options import AttnMask
 from regard._core.rows.validation import check_flag
 from regard.nn import validation
@@ -121,10 +120,8 @@ class DifferentialAttention(nn.Module):
             cached = validation.check_cache(cache, (k.shape[0], self.kv_heads, "N", wide))
             past = cached[0].shape[2]
             k, v = torch.cat([cached[0], k], 2), torch.cat([cached[1], v], 2)
-        keys = k.shape[2]
-        key_lengths = check_key_lengths(key_lengths, q.shape[0], keys, q)
         is_causal = check_flag(is_causal, "is_causal")
-        visibility = Visibility.of_call(q, keys, past, attn_mask, is_causal, window, key_lengths)
+        visibility = Visibility.of_call(q, k.shape[2], past, attn_mask, is_causal, window, key_lengths)
         wanted = statistics.requested(return_stats)
         maps = [
             self._attend(first, visibility.trim(second), visibility.trim(v), wanted, visibility.options)

@@ -26,12 +26,7 @@ class LearnedParameter(nn.Module):
     """
 
     def __init__(
-        self,
-        choice: Choice,
-        heads: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, choice: Choice, heads: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         parameter: Any = choice.normalizer.parameter

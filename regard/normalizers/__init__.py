@@ -311,11 +311,7 @@ def _with_parameter(choice: Choice, given: dict[str, Any]) -> Choice:
 
 
 def learned(spec: Any) -> Choice | None:
-    """The choice whose parameter a module shall learn, as "entmax(alpha=learned)" says; None of another name.
-
-    Raises:
-        ValueError: The normaliser is unknown, or has no parameter that can be learned.
-    """
+    """The choice whose parameter a module shall learn, as "entmax(alpha=learned)" says; None of another name."""
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
     if match is None or match.group(3) != LEARNED:
         return None

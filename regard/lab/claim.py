@@ -151,9 +151,11 @@ class Finding:
         return HOLDS_IF
 
 
-def conclude(*checks: Check, figure: Figure | None, condition: str = "", right: str = "", remark: str = "") -> Finding:
-    """Return the finding of these checks; the numbers of the first appear in tables."""
-    return Finding(checks, figure, condition, right, remark)
+def conclude(
+    *checks: Check, figure: Figure, alt: str = "", condition: str = "", right: str = "", remark: str = ""
+) -> Finding:
+    """Return the finding of these checks; the numbers of the first appear in tables. `alt` is the figure in words."""
+    return Finding(checks, replace(figure, alt=alt or figure.alt), condition, right, remark)
 
 
 class Sampler:

@@ -1,15 +1,6 @@
 """Save and load a run in one safetensors file: weights, optimizer, random state, step, history.
 
 The file is written atomically: under a temporary name, then renamed.
-
->>> import tempfile, pathlib
->>> from regard.lab.training import checkpoint
->>> layer = torch.nn.Linear(2, 2)
->>> optimizer = torch.optim.AdamW(layer.parameters())
->>> path = pathlib.Path(tempfile.mkdtemp(), "run.safetensors")
->>> checkpoint.save(path, layer, optimizer, {"step": 7})
->>> checkpoint.load(path, layer, optimizer)
-{'step': 7}
 """
 
 from __future__ import annotations

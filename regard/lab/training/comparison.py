@@ -3,11 +3,6 @@
 Both sides of a difference share the seed, hence first weights of equal size and every batch; d̄ ± t·s/√n over the n
 differences. A result of one long run takes the differences window by window of the validation text: that interval
 holds the chance in what was read at the end, not the chance in training.
-
->>> from regard.lab.training.comparison import describe
->>> from regard.lab.estimate import Estimate
->>> describe(Estimate(-0.02, -0.03, -0.01), lower_is_better=True)
-'better'
 """
 
 from __future__ import annotations

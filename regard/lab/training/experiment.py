@@ -6,10 +6,6 @@
 
 An experiment defines what varies, how a model is made from it, and its size; training, checkpoints, results and
 progress are shared. `experiments/scale.py` is a short one.
-
->>> from regard.lab import training
->>> training.get("scale").presets["small"].seeds
-3
 """
 
 from __future__ import annotations

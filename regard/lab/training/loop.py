@@ -25,22 +25,15 @@ from regard.lab.training.experiment import Experiment, Preset, Trial
 from regard.lab.training.step import Step
 
 Tick = Callable[[int, float], None]  # step, loss
+IGNORE: Tick = lambda step, loss: None  # noqa: E731
 PAUSE = 10.0  # seconds between two checkpoints
 
 
 def run(
-    experiment: Experiment,
-    preset: str,
-    variant: str,
-    seed: int,
-    folder: Path,
-    data: Path | None = None,
-    device: str = "cpu",
-    tick: Tick = lambda step, loss: None,
-    pause: float = PAUSE,
+    experiment: Experiment, preset: str, variant: str, seed: int, folder: Path, tick: Tick = IGNORE, **options: Any
 ) -> dict:
-    """Train one run, or resume it, and return its record; see `run_together`. `tick` gets (step, loss)."""
-    return run_together(experiment, preset, variant, [seed], folder, data, device, lambda _, *now: tick(*now), pause)[0]
+    """Train one run, or resume it, and return its record; `tick` gets (step, loss), the rest is `run_together`'s."""
+    return run_together(experiment, preset, variant, [seed], folder, tick=lambda _, *now: tick(*now), **options)[0]
 
 
 def run_together(

@@ -48,7 +48,7 @@ def train(
 
 def run_job(job: Job, name: str, preset: str, folder: Path, data: Path | None, device: str) -> dict:
     """Return the record of one run, and print how it ended to standard error."""
-    record = loop.run(get(name), preset, *job, folder, data, device)
+    record = loop.run(get(name), preset, *job, folder, data=data, device=device)
     end = "diverged" if record["diverged"] else f"loss {record['history'][-1].get('loss', math.nan):.3f}"
     print(f"{name} {job[0]} seed {job[1]}: {end}", file=sys.stderr, flush=True)
     return record

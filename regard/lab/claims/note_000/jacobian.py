@@ -29,7 +29,6 @@ def measure(sampler):
     formula = torch.diag(s) - s[:, None] * s
     printed = torch.where(torch.eye(6, dtype=torch.bool), formula, -(s * s)[:, None])  # 002: −a_j·a_j in row j
     lse = finite_differences(lambda x: regard.logsumexp(x)[None], z)[0]
-    alt = "The Jacobian of a softmax over six scores: positive on the diagonal, negative and symmetric off it."
     return conclude(
         below("largest |diag(s) − s sᵀ − measured|", 1e-8, gap(formula, measured)),
         below("largest |regard.jacobian − measured|", 1e-8, gap(regard.jacobian(z), measured)).ours(),
@@ -39,5 +38,6 @@ def measure(sampler):
         above("asymmetry of the matrix printed in 002", 1e-8, gap(printed, printed.T)).ours(),
         condition="two misprints are read as meant: off the diagonal −a_j·a_k (002 prints −a_j·a_j), and ∂ lse/∂z_j "
         "= s_j (000 prints s_l)",
-        figure=Figure("heat", "score j", "weight i", alt=alt, rows=measured.tolist()),
+        alt="The Jacobian of a softmax over six scores: positive on the diagonal, negative and symmetric off it.",
+        figure=Figure("heat", "score j", "weight i", rows=measured.tolist()),
     )

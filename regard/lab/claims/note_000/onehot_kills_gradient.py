@@ -28,13 +28,11 @@ def measure(sampler):
     gain = regard.statistics.of_scores(rows).gradient_gain
     slope = (norm[-1] / norm[-3]).log() / (missing[-1] / missing[-3]).log()
     series = {"‖J‖": (missing, norm), "gradient gain tr J": (missing, gain)}
-    alt = (
-        "Norm and trace of the Jacobian fall in proportion to one minus the largest weight, over "
-        f"{int((missing[0] / missing[-1]).log10())} decades."
-    )
     return conclude(
         below(f"‖J‖ when the largest weight is 1 − {float(missing[-1]):.1e}", 1e-12, norm[-1]),
         near("exponent b of ‖J‖ ∝ (1 − w_max)^b", 1.0, slope, 1e-3).ours(),
         near("tr J / (1 − w_max) at the one-hot end", 2.0, gain[-1] / missing[-1], 1e-6).ours(),
-        figure=Figure("lines", "1 − largest weight", "size of the Jacobian", series, alt, log="xy"),
+        alt="Norm and trace of the Jacobian fall in proportion to one minus the largest weight, over "
+        f"{int((missing[0] / missing[-1]).log10())} decades.",
+        figure=Figure("lines", "1 − largest weight", "size of the Jacobian", series, log="xy"),
     )

@@ -26,12 +26,12 @@ def measure(sampler):
     over, under = count_broken(sampler, 0.05, 3.0), count_broken(sampler, -3.0, -0.05)
     powers = [0.25, 0.5, 1.0, 2.0, 3.0]
     series = {f"a = {a}": (powers, [a ** (k - 1) for k in powers]) for a in (2.0, 1.0, 0.5)}
-    alt = "a^k divided by a against k: rising for a = 2, flat for a = 1, falling for a = 0.5."
     return conclude(
         near("pairs (a, k) of 4000 that break it, a > 1", 0.0, over, 0.5),
         near("pairs (a, k) of 4000 that break it, 0 < a < 1", 0.0, under, 0.5).beyond(),
         condition="a > 1 (the first score is the larger one)",
         remark="For 0 < a < 1 both inequalities turn round, and a = 1 stays 1. The sharpening survives: the larger "
         "weight gains either way.",
-        figure=Figure("lines", "k", "a^k / a", series, alt, log="y"),
+        alt="a^k divided by a against k: rising for a = 2, flat for a = 1, falling for a = 0.5.",
+        figure=Figure("lines", "k", "a^k / a", series, log="y"),
     )

@@ -31,11 +31,11 @@ def measure(sampler):
     tied[:, 1] = tied[:, 0]
     tied_curve = torch.stack([distance(tied, k) for k in SCALES]).mean(-1)
     series = {"one winner": (SCALES, curves.mean(-1)), "two tied winners": (SCALES, tied_curve)}
-    alt = "The distance from one-hot falls to 0 with k when one score is largest, and to one half when two are tied."
     return conclude(
         near("steps in k, of 3500, that move away from one-hot", 0.0, away.sum(), 0.5),
         below("distance 1 − max w at k = 64, one largest score", 1e-6, curves[-1].max()),
         below("distance 1 − max w at k = 64, two tied largest scores", 1e-6, tied_curve[-1]).beyond(),
         condition="k > 0 and the largest score is unique; m tied winners share 1/m each",
-        figure=Figure("lines", "k", "1 − largest weight", series, alt, log="x"),
+        alt="The distance from one-hot falls to 0 with k when one score is largest, and to one half when two are tied.",
+        figure=Figure("lines", "k", "1 − largest weight", series, log="x"),
     )

@@ -27,7 +27,6 @@ def measure(sampler):
     drawn = [largest(sampler.dots(d, 4000, 1, KEYS) / d**0.5) for d in DIMS]
     series = {"scores held fixed": (DIMS, held), "unit-variance q, k": (DIMS, drawn)}
     moved, little = difference(drawn[1], drawn[4]), difference(drawn[2], drawn[4])
-    alt = "With fixed scores the largest weight falls as d grows; with unit-variance q and k it hardly moves."
     return conclude(
         above("largest weight, d = 4 minus d = 256, the same scores", 0.2, difference(held[1], held[4])),
         above("largest weight, d = 4 minus d = 256, unit-variance q and k", 0.02, moved).beyond(),
@@ -35,5 +34,6 @@ def measure(sampler):
         condition="QKᵀ is held fixed while d changes; with unit-variance entries QKᵀ grows as √d and cancels it",
         remark="With random q and k a small d is even a little flatter: |q|²/d, the variance of a row, then varies "
         "more.",
-        figure=Figure("lines", "d", "mean largest weight of 10", series, alt, log="x"),
+        alt="With fixed scores the largest weight falls as d grows; with unit-variance q and k it hardly moves.",
+        figure=Figure("lines", "d", "mean largest weight of 10", series, log="x"),
     )

@@ -26,12 +26,12 @@ def measure(sampler):
         entropies.append(float(stats.entropy.mean()))
     entries = torch.tensor(counted)
     series = {"measured": (SHAPES, counted), "claimed: d = 16": (SHAPES, [D] * len(SHAPES))}
-    alt = "The number of weights in a row equals the number of keys, whatever d is."
     return conclude(
         near("weights in a row at d = 16, 64 keys", float(D), entries[2], 0.5),
         near("weights in a row at d = 16, 256 keys", float(D), entries[3], 0.5),
         near("entropy of the flat row over 64 keys, nats (ln 64)", 4.1589, entropies[2], 1e-3).ours(),
         right="A row of softmax(QKᵀ/√d) has one weight per key, n of them; d is the length of q and k, summed away "
         "in q·k.",
-        figure=Figure("lines", "number of keys n", "weights in a row", series, alt, log="xy"),
+        alt="The number of weights in a row equals the number of keys, whatever d is.",
+        figure=Figure("lines", "number of keys n", "weights in a row", series, log="xy"),
     )

@@ -21,8 +21,9 @@ def measure(sampler):
         worst = max(worst, gap(log_ratio, k * log_a))
         example.append(float(log_ratio[0] / log_a[0]))
     series = {"measured": (SCALES, example), "a^k": (SCALES, SCALES)}
-    alt = f"The log ratio of two weights, divided by log a, is k itself: {listed('{:.3f} at {:g}', example, SCALES)}."
     return conclude(
         near("largest |log(w₁/w₂) − k·log a| over 5000 pairs", 0.0, worst, 1e-10),
-        figure=Figure("lines", "k", "log(w₁/w₂) / log a", series, alt),
+        alt="The log ratio of two weights, divided by log a, is k itself: "
+        f"{listed('{:.3f} at {:g}', example, SCALES)}.",
+        figure=Figure("lines", "k", "log(w₁/w₂) / log a", series),
     )

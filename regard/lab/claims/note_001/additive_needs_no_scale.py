@@ -26,9 +26,6 @@ def measure(sampler):
     plain = torch.stack([spread(sampler, d, 1.0) for d in DIMS])
     small = torch.stack([spread(sampler, d, d**-0.5) for d in DIMS])
     series = {"v of variance 1": (DIMS, plain.mean(-1)), "v of variance 1/d": (DIMS, small.mean(-1))}
-    alt = (
-        "With unit-variance v the additive score grows as the square root of d; with v of variance 1/d it is constant."
-    )
     return conclude(
         near("exponent b of σ(score) ∝ d^b, v of variance 1/d", 0.0, exponent(DIMS, small), 0.1),
         near("exponent b of σ(score) ∝ d^b, v of variance 1", 0.0, exponent(DIMS, plain), 0.1).beyond(),
@@ -36,5 +33,7 @@ def measure(sampler):
         near("σ(score)/√d at d = 256, v of variance 1", 0.70, mean(plain[-1] / 16.0), 0.1).ours(),
         condition="the entries of v shrink as 1/√d, as usual initialisations make them: the scale then sits in v, "
         "not in tanh",
-        figure=Figure("lines", "hidden size d", "σ of the additive score", series, alt, log="xy"),
+        alt="With unit-variance v the additive score grows as the square root of d; with v of variance 1/d it is "
+        "constant.",
+        figure=Figure("lines", "hidden size d", "σ of the additive score", series, log="xy"),
     )

@@ -23,12 +23,12 @@ def measure(sampler):
     q, k = sampler.normal(300, 24, 64) + 0.5, sampler.normal(300, 64, 24) + 0.5
     shifted = mean(((q @ k) - 16.0).square().mean((-1, -2)))
     series = {"measured": (DIMS, variances), "d_k": (DIMS, DIMS)}
-    alt = f"The variance of q·k follows the line d_k: {listed('{:.1f} at {}', variances, DIMS)}."
     return conclude(
         near("Var(q·k) at d_k = 64", 64.0, variances[2], 3.8),
         *(near(f"Var(q·k)/d_k at d_k = {d}", 1.0, mean(s / d), 0.06) for d, s in zip(DIMS, squares, strict=True)),
         near("exponent b of Var ∝ d_k^b", 1.0, growth, 0.03),
         near("Var(q·k) at d_k = 64 with means ½ (d_k(1 + 2μ²))", 96.0, shifted, 8.0).ours(),
         remark="As the note assumes: independent entries of mean 0 and variance 1. Means μ make it d_k(1 + 2μ²).",
-        figure=Figure("lines", "d_k", "Var(q·k)", series, alt, log="xy"),
+        alt=f"The variance of q·k follows the line d_k: {listed('{:.1f} at {}', variances, DIMS)}.",
+        figure=Figure("lines", "d_k", "Var(q·k)", series, log="xy"),
     )

@@ -34,11 +34,6 @@ def measure(sampler):
         "scaled, claimed": (DIMS, SCALED),
         "scaled, measured": (DIMS, scaled),
     }
-    alt = (
-        f"Mean entropies at d_k {listed('{}', DIMS)}; unscaled measured {made['unscaled']}, claimed "
-        f"{listed('{}', UNSCALED)}; scaled measured {made['scaled']}, claimed {listed('{}', SCALED)}; the most there "
-        f"can be is {LARGEST:.2f}."
-    )
     return conclude(
         *(near(f"unscaled entropy, d_k = {d}", c, e, 0.1) for d, c, e in zip(DIMS, UNSCALED, unscaled, strict=True)),
         *(near(f"scaled entropy, d_k = {d}", c, e, 0.1) for d, c, e in zip(DIMS, SCALED, scaled, strict=True)),
@@ -49,5 +44,8 @@ def measure(sampler):
         ),
         right=f"With the note's 10 keys: unscaled {made['unscaled']}; scaled {made['scaled']}. 2.3 = ln 10 is the "
         "entropy of a uniform row, which scaling does not reach. That unscaled falls and scaled stays is true.",
-        figure=Figure("lines", "d_k", "mean entropy of 10 keys, nats", series, alt, log="x", guides={"ln 10": LARGEST}),
+        alt=f"Mean entropies at d_k {listed('{}', DIMS)}; unscaled measured {made['unscaled']}, claimed "
+        f"{listed('{}', UNSCALED)}; scaled measured {made['scaled']}, claimed {listed('{}', SCALED)}; the most there "
+        f"can be is {LARGEST:.2f}.",
+        figure=Figure("lines", "d_k", "mean entropy of 10 keys, nats", series, log="x", guides={"ln 10": LARGEST}),
     )

@@ -29,11 +29,6 @@ def measure(sampler):
     fall = exponent(DIMS[2:], 1.0 - unscaled[2:])
     change = [mean(row - scaled[-1]) for row in scaled]
     series = {"unscaled": (DIMS, unscaled.mean(-1)), "scaled": (DIMS, scaled.mean(-1))}
-    alt = (
-        f"As d_k goes from {DIMS[0]} to {DIMS[-1]} the mean largest weight goes from "
-        f"{unscaled[0].mean():.2f} to {unscaled[-1].mean():.2f} unscaled, and from {scaled[0].mean():.2f} to "
-        f"{scaled[-1].mean():.2f} scaled."
-    )
     return conclude(
         above("unscaled: mean largest weight, d_k = 2048", 0.9, mean(wide)),
         near("unscaled: exponent b of 1 − w_max ∝ d_k^b, d_k ≥ 16", -0.5, fall, 0.2).ours(),
@@ -42,5 +37,8 @@ def measure(sampler):
         near("scaled: largest weight, d_k = 1 minus d_k = 256", 0.0, change[0], 0.025).beyond(),
         condition="d_k is not small (16 or more): below that a scaled row is flatter on average, since its variance "
         "|q|²/d_k varies",
-        figure=Figure("lines", "d_k", "mean largest weight of 10", series, alt, log="x"),
+        alt=f"As d_k goes from {DIMS[0]} to {DIMS[-1]} the mean largest weight goes from "
+        f"{unscaled[0].mean():.2f} to {unscaled[-1].mean():.2f} unscaled, and from {scaled[0].mean():.2f} to "
+        f"{scaled[-1].mean():.2f} scaled.",
+        figure=Figure("lines", "d_k", "mean largest weight of 10", series, log="x"),
     )

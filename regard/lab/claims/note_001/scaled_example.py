@@ -18,10 +18,10 @@ def measure(sampler):
     w = regard.softmax(torch.tensor(SCORES, dtype=torch.float64))
     right, labels = listed("{:.3f}", w), [f"{z:g}" for z in SCORES]
     series = {"claimed": (labels, CLAIMED), "measured": (labels, w)}
-    alt = f"Claimed weights {listed('{}', CLAIMED)}; measured {right}."
     return conclude(
         *(near(f"weight of {z:g}", c, p, 0.0005) for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))),
         near("sum of the printed weights", 1.0, sum(CLAIMED), 0.0025),
         right=f"softmax(−3, −1, 0, 1, 3) = ({right}); the printed five sum to {sum(CLAIMED):.3f} and are no weights.",
-        figure=Figure("bars", "score", "weight", series, alt),
+        alt=f"Claimed weights {listed('{}', CLAIMED)}; measured {right}.",
+        figure=Figure("bars", "score", "weight", series),
     )

@@ -15,9 +15,9 @@ BLOCKS = {1: 12000, 4: 5000, 16: 2000, 64: 1000, 256: 500}
 def measure(sampler):
     variances = [mean((sampler.dots(d, BLOCKS[d], 12, 12) / d**0.5).square().mean((-1, -2))) for d in DIMS]
     series = {"measured": (DIMS, *bands(variances))}
-    alt = f"The variance of the scaled score: {listed('{:.3f} at d_k {}', variances, DIMS)}."
     checks = [near(f"Var(q·k/√d_k) at d_k = {d}", 1.0, v, 0.06) for d, v in zip(DIMS, variances, strict=True)]
     return conclude(
         *reversed(checks),
-        figure=Figure("bands", "d_k", "Var(q·k/√d_k)", series, alt, log="x", guides={"predicted": 1.0}),
+        alt=f"The variance of the scaled score: {listed('{:.3f} at d_k {}', variances, DIMS)}.",
+        figure=Figure("bands", "d_k", "Var(q·k/√d_k)", series, log="x", guides={"predicted": 1.0}),
     )

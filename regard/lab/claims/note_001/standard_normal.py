@@ -21,7 +21,6 @@ def measure(sampler):
     tails = {d: mean(((sampler.dots(d, BLOCKS[d]) / d**0.5).abs() > 3).double().mean((-1, -2))) for d in DIMS}
     laplace = math.exp(-3 * math.sqrt(2))
     series, shown = {"measured": (DIMS, tails.values())}, listed("{:.4f} at d_k {}", tails.values(), DIMS)
-    alt = f"The probability beyond three standard deviations: {shown}; a normal law has {NORMAL:.4f}."
     return conclude(
         near("P(|q·k/√d_k| > 3), d_k = 256", NORMAL, tails[256], 0.0012),
         near("P(|q·k/√d_k| > 3), d_k = 2", NORMAL, tails[2], 0.0012).beyond(),
@@ -29,5 +28,6 @@ def measure(sampler):
         condition="d_k is large: the excess kurtosis is 6/d_k, and the tails are heavier than normal for small d_k",
         remark="Within one row the scores share q: given q they are exactly N(0, |q|²/d_k), independent of one "
         "another.",
-        figure=Figure("lines", "d_k", "P(|q·k/√d_k| > 3)", series, alt, log="xy", guides={"normal law": NORMAL}),
+        alt=f"The probability beyond three standard deviations: {shown}; a normal law has {NORMAL:.4f}.",
+        figure=Figure("lines", "d_k", "P(|q·k/√d_k| > 3)", series, log="xy", guides={"normal law": NORMAL}),
     )

@@ -18,12 +18,12 @@ def measure(sampler):
     inside = mean((scores.abs() <= 24).double().mean((-1, -2)))
     largest = [quantile(scores.flatten(1)[:, :n].abs().amax(-1), 0.5) for n in COUNTS]
     series = {"measured": (COUNTS, largest)}
-    alt = f"The median of the largest of n scores: {listed('{:.1f} of {}', largest, COUNTS)}."
     return conclude(
         above("share of scores within ±24", 0.99, inside),
         near("share of scores within ±24, a normal law", 0.9973, inside, 0.003).ours(),
         below("median of the largest |q·k| among 1024", 24.0, largest[-1]).beyond(),
         condition=f"“span” means the bulk, {100 * inside.value:.1f} % of the scores; the largest grows with their "
         "number, about as 8·√(2 ln n)",
-        figure=Figure("lines", "number of scores", "median largest |q·k|", series, alt, log="x", guides={"24": 24.0}),
+        alt=f"The median of the largest of n scores: {listed('{:.1f} of {}', largest, COUNTS)}.",
+        figure=Figure("lines", "number of scores", "median largest |q·k|", series, log="x", guides={"24": 24.0}),
     )

@@ -17,8 +17,8 @@ def measure(sampler):
     w = regard.softmax(torch.tensor(SCORES, dtype=torch.float64))
     labels = [f"{z:g}" for z in SCORES]
     series = {"claimed": (labels, CLAIMED), "measured": (labels, w)}
-    alt = "All weight sits on the score 24, claimed and measured alike."
     return conclude(
         *(near(f"weight of {z:g}", c, p, 0.0005) for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))),
-        figure=Figure("bars", "score", "weight", series, alt),
+        alt="All weight sits on the score 24, claimed and measured alike.",
+        figure=Figure("bars", "score", "weight", series),
     )

@@ -27,10 +27,10 @@ def measure(sampler):
     off_tied = [gap(regard.softmax(tied, temperature=t), half) for t in TEMPERATURES]
     drawn = {"one maximum": off, "two tied": off_tied}
     series = {name: (TEMPERATURES, [max(x, 1e-18) for x in each]) for name, each in drawn.items()}
-    alt = "The distance from the shared one-hot falls exponentially as the temperature goes to 0."
     return conclude(
         below("distance from one-hot at τ = 0.01", 1e-12, off[-1]),
         below("distance from (½, ½) on two tied maxima at τ = 0.01", 1e-12, off_tied[-1]),
         below("distance at τ = 0, the limit itself", 1e-300, gap(regard.softmax(tied, temperature=0), half)),
-        figure=Figure("lines", "temperature τ", "distance from the limit", series, alt, log="xy"),
+        alt="The distance from the shared one-hot falls exponentially as the temperature goes to 0.",
+        figure=Figure("lines", "temperature τ", "distance from the limit", series, log="xy"),
     )

@@ -41,15 +41,13 @@ def measure(sampler):
     off = [gap(shifted(size * z), w) for size, w in zip(SIZES, exactly, strict=True)]
     by_lse = torch.exp(z.double() - regard.logsumexp(z.double())[:, None])
     series = {"exp(z)/Σexp(z)": (SIZES, finite), "shifted by the maximum": (SIZES, safe)}
-    alt = (
-        f"Without the shift rows turn to NaN once scores pass {LARGEST:.1f}, and {finite[-1]:.0%} stay "
-        f"finite at {SIZES[-1]:g}; shifted, {safe[-1]:.0%} do."
-    )
     return conclude(
         below("largest |exp(z − lse) − softmax|, float64", 1e-14, gap(by_lse, regard.softmax(z.double()))),
         below("largest error of the shifted form, scores to ±1000, float32", 1e-4, max(off)),
         below("rows that survive without the shift, scores to ±1000", 1.0, finite[-1]),
         near("rows that survive without the shift, scores to ±80", 1.0, finite[3], 1e-9).ours(),
         remark=f"float32's exp overflows at {LARGEST:.1f}, so without the shift rows die beyond it.",
-        figure=Figure("lines", "largest score", "share of finite rows", series, alt, log="x"),
+        alt=f"Without the shift rows turn to NaN once scores pass {LARGEST:.1f}, and {finite[-1]:.0%} stay "
+        f"finite at {SIZES[-1]:g}; shifted, {safe[-1]:.0%} do.",
+        figure=Figure("lines", "largest score", "share of finite rows", series, log="x"),
     )

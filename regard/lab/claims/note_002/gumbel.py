@@ -32,7 +32,6 @@ def measure(sampler):
         "hard samples": (labels, hard.mean(0)),
         "mean soft, T = 1": (labels, soft.mean(0)),
     }
-    alt = "Frequencies of hard Gumbel samples match softmax; the mean of soft samples at T = 1 is flatter."
     return conclude(
         *(near(f"frequency of the sample {labels[i]}", float(w[i]), share(hard[:, i] == 1), 0.03) for i in range(4)),
         above("share of soft samples at T = 0.02 with a weight above 0.9", 0.9, share(cold.amax(-1) > 0.9)),
@@ -40,5 +39,6 @@ def measure(sampler):
         near("mean soft weight of the first score at T = 1 (softmax: 0.644)", 0.53, mean(soft[:, 0]), 0.03).ours(),
         remark="The argmax is an exact sample at every temperature. The soft sample is one only as T → 0: at T = 1 "
         "its mean is not softmax(z), so its gradient is biased.",
-        figure=Figure("bars", "score", "probability", series, alt),
+        alt="Frequencies of hard Gumbel samples match softmax; the mean of soft samples at T = 1 is flatter.",
+        figure=Figure("bars", "score", "probability", series),
     )

@@ -38,7 +38,6 @@ def measure(sampler):
     denominator = torch.exp(z - z.max()).sum()
     printed = (as_printed(z.split(6)) / denominator - 1.0).abs()
     series, whole_row = {"OnlineSoftmax": (range(1, 11), steps)}, {"denominator of the whole row": denominator}
-    alt = "The running denominator grows block by block and ends at the whole row's."
     return conclude(
         below("largest |online − whole| weight, ten equal blocks", 1e-14, gap(even, whole)),
         below("|m − max z|, blocks of 1, 17, 2, 30, 10", 1e-300, gap(ragged.max, z.max())),
@@ -46,5 +45,6 @@ def measure(sampler):
         below("relative error of ℓ, the block not summed (as printed)", 1e-3, printed.max()).beyond(),
         condition="the block's term is summed, ℓ_i = e^{m_{i−1}−m_i}·ℓ_{i−1} + Σ_j exp(zⁱ_j − m_i); equal blocks "
         "are not needed",
-        figure=Figure("lines", "blocks seen", "ℓ so far, in units of e^(max z)", series, alt, guides=whole_row),
+        alt="The running denominator grows block by block and ends at the whole row's.",
+        figure=Figure("lines", "blocks seen", "ℓ so far, in units of e^(max z)", series, guides=whole_row),
     )

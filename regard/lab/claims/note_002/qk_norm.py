@@ -42,11 +42,6 @@ def measure(sampler):
     pairs = sampler.normal(2, 400, 8, 64)
     even, odd = (mean(cosine_deviations(x)) for x in (pairs, pairs * uneven))
     series = {"scaled dot product": (SIZES, plain.mean(-1)), "normalised q, k": (SIZES, normed.mean(-1))}
-    alt = (
-        f"As q and k grow from {SIZES[0]:g} to {SIZES[-1]:g} times, the entropy of scaled dot products "
-        f"falls from {plain[0].mean():.2f} to {plain[-1].mean():.2f}; with normalised q and k it stays "
-        f"{normed.mean():.2f}."
-    )
     return conclude(
         below("largest change of entropy, q and k both from 0.1 to 10 times, normalised", 1e-4, gap(normed, normed[0])),
         below("largest change of entropy, each q and k its own factor, normalised", 1e-4, gap(own, normed[1])),
@@ -56,5 +51,8 @@ def measure(sampler):
         f"10 times as large the scores' standard deviation is {odd.value:.2f} instead of {even.value:.3f}, that of "
         f"{odd.value**-2:.0f} entries",
         remark="A cosine lies in [−1, 1], so a gain must be learned to be sharp at all.",
-        figure=Figure("lines", "factor on q and k", "mean entropy, nats", series, alt, log="x"),
+        alt=f"As q and k grow from {SIZES[0]:g} to {SIZES[-1]:g} times, the entropy of scaled dot products "
+        f"falls from {plain[0].mean():.2f} to {plain[-1].mean():.2f}; with normalised q and k it stays "
+        f"{normed.mean():.2f}.",
+        figure=Figure("lines", "factor on q and k", "mean entropy, nats", series, log="x"),
     )

@@ -40,10 +40,6 @@ def measure(sampler):
     single, double = (edges(torch_softmax, dtype) for dtype in (torch.float32, torch.float64))
     own = [edges(regard.softmax, dtype)[1] for dtype in (torch.float32, torch.float64)]
     series = {name: (GAPS, smaller) for name, smaller in drawn.items()}
-    alt = (
-        "The smaller of two weights, by torch.softmax, falls as e to the minus gap; it is exactly 0 from a "
-        f"gap of {single[1]} on in float32 and of {double[1]} in float64."
-    )
     return conclude(
         above("smallest weight, normal scores", 0.0, w.min()),
         below("largest weight, normal scores", 1.0, w.max()),
@@ -54,7 +50,9 @@ def measure(sampler):
         f"a gap of {single[0]} in float32 and {double[0]} in float64, the smaller to 0 at {single[1]} and {double[1]}",
         remark=f"regard.softmax gives 0 from gaps of {own[0]} and {own[1]} on: its exp on the CPU leaves out the "
         "numbers too small for all their digits (subnormal).",
+        alt="The smaller of two weights, by torch.softmax, falls as e to the minus gap; it is exactly 0 from a "
+        f"gap of {single[1]} on in float32 and of {double[1]} in float64.",
         figure=Figure(
-            "lines", "gap between two scores", "smaller weight, torch.softmax (foot: ≤ 1e-300)", series, alt, log="y"
+            "lines", "gap between two scores", "smaller weight, torch.softmax (foot: ≤ 1e-300)", series, log="y"
         ),
     )

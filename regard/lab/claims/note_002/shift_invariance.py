@@ -24,10 +24,6 @@ def measure(sampler):
     double, single = ([gap(regard.softmax(x + c), regard.softmax(x)) for c in SHIFTS] for x in (z, z.float()))
     drawn = {"float64": double, "float32": single}
     series = {name: (SHIFTS, [max(x, 1e-17) for x in changes]) for name, changes in drawn.items()}
-    alt = (
-        f"The largest change of a weight grows with c, as z + c loses digits of z: at c = {SHIFTS[-1]:g} it is "
-        f"{single[-1]:.2g} in float32 and {double[-1]:.2g} in float64."
-    )
     return conclude(
         below("largest change of a weight, float64, c = 100", 1e-13, double[1]),
         below("largest change of a weight, float32, c = 100", 1e-5, single[1]),
@@ -35,5 +31,7 @@ def measure(sampler):
         above("the same: z is round_numbers away", 0.1, single[-1]).ours(),
         condition="up to rounding: z + c must keep the digits of z. In float32 a shift by 1e8 rounds z away and "
         f"changes a weight by {single[-1]:.2f}",
-        figure=Figure("lines", "shift c", "largest change of a weight (0: at the foot)", series, alt, log="xy"),
+        alt=f"The largest change of a weight grows with c, as z + c loses digits of z: at c = {SHIFTS[-1]:g} it is "
+        f"{single[-1]:.2g} in float32 and {double[-1]:.2g} in float64.",
+        figure=Figure("lines", "shift c", "largest change of a weight (0: at the foot)", series, log="xy"),
     )

@@ -36,14 +36,12 @@ def measure(sampler):
     f, u, s, c = now
     df, du = (warmer[:2] - colder[:2]) / (2 * step * t)
     series = {"entropy S": (TEMPERATURES, s), "heat capacity C": (TEMPERATURES, c)}
-    alt = (
-        f"From temperature {TEMPERATURES[0]:g} to {TEMPERATURES[-1]:g} the entropy rises from {s[0]:.2f} to "
-        f"{s[-1]:.2f} nats; the heat capacity is largest, {c.max():.2f}, at {TEMPERATURES[int(c.argmax())]:g}."
-    )
     return conclude(
         below("largest |C − dU/dT|", 1e-5, gap(c, du)),
         below("largest |F − (U − T·S)|", 1e-12, gap(f, u - t * s)),
         below("largest |S + dF/dT|", 1e-5, gap(s, -df)),
         remark="The section is empty in the note; this is what it would say.",
-        figure=Figure("lines", "temperature T", "per row, nats", series, alt, log="x"),
+        alt=f"From temperature {TEMPERATURES[0]:g} to {TEMPERATURES[-1]:g} the entropy rises from {s[0]:.2f} to "
+        f"{s[-1]:.2f} nats; the heat capacity is largest, {c.max():.2f}, at {TEMPERATURES[int(c.argmax())]:g}.",
+        figure=Figure("lines", "temperature T", "per row, nats", series, log="x"),
     )

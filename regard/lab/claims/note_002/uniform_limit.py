@@ -17,10 +17,10 @@ def measure(sampler):
     first_order = gap(z, z.mean()) / 8
     predicted = [first_order / t for t in TEMPERATURES]
     series = {"measured": (TEMPERATURES, off), "|z − mean| / Kτ": (TEMPERATURES, predicted)}
-    alt = "The distance from uniform falls as one over the temperature."
     return conclude(
         below("largest |w − 1/K| at τ = 1e6", 1e-5, off[-1]),
         near("τ·|w − 1/K| at τ = 1e6 over its first order", 1.0, off[-1] * 1e6 / first_order, 1e-3).ours(),
         below("largest |w − 1/K| at τ = ∞", 1e-15, gap(regard.softmax(z, temperature=float("inf")), 1 / 8)),
-        figure=Figure("lines", "temperature τ", "largest |w − 1/K|", series, alt, log="xy"),
+        alt="The distance from uniform falls as one over the temperature.",
+        figure=Figure("lines", "temperature τ", "largest |w − 1/K|", series, log="xy"),
     )

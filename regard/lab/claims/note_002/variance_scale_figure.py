@@ -40,7 +40,6 @@ def measure(sampler):
         "exp(s·x − lse)": (FINE, between(10.0)),
         "the 15 points": (range(15), regard.softmax(10.0 * LOGITS)),
     }
-    alt = "At scale 10 the spline swings below zero before its last point, where the true curve stays at zero."
     return conclude(
         below("largest |w − 1/15| of the points at scale 0.01", 0.01, gap(flat, 1 / 15)),
         above("largest weight of the points at scale 100", 0.999, sharp.max()),
@@ -48,5 +47,6 @@ def measure(sampler):
         below("largest |curve − exp(s·x − lse)| between the points", 0.02, max(misses)).beyond(),
         condition=f"only the 15 points are read: the cubic spline between them dips to {min(dips):.2f} before "
         f"clipping and is off by up to {max(misses):.2f}; and its “variance scale” s multiplies the variance by s²",
-        figure=Figure("lines", "logit index", "scale 10: weight", series, alt, unjoined=["the 15 points"]),
+        alt="At scale 10 the spline swings below zero before its last point, where the true curve stays at zero.",
+        figure=Figure("lines", "logit index", "scale 10: weight", series, unjoined=["the 15 points"]),
     )

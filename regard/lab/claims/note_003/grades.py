@@ -31,7 +31,6 @@ def measure(sampler):
         "softmax of marks/√5": (SUBJECTS, scaled),
         "softmax, own scales": (SUBJECTS, own),
     }
-    alt = "Softmax of the marks, scaled by a common factor, puts all on chemistry; own scales put most on Chinese."
     return conclude(
         near("sum of the five weights", 1.0, shares.sum(), 0.01),
         near("the softmax weight of chemistry", 0.18, weights[4], 0.005),
@@ -45,5 +44,6 @@ def measure(sampler):
         f"{shares.sum():.2f} and are not softmax, which gives (0, 0, 0, 0, 1). One common factor keeps the ratios of "
         f"scales: the perfect mark stays at 0. Each subject needs its own scale: its weight is then {own[0]:.2f}, the "
         "largest.",
-        figure=Figure("bars", "subject", "weight", series, alt),
+        alt="Softmax of the marks, scaled by a common factor, puts all on chemistry; own scales put most on Chinese.",
+        figure=Figure("bars", "subject", "weight", series),
     )

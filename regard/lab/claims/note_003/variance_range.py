@@ -16,12 +16,12 @@ def measure(sampler):
     variance = mean(scores.square().mean((-1, -2)))
     bins = [0.25 * i - 3.875 for i in range(32)]
     series = {"d_k = 64": (bins, scores.histc(32, -4, 4).div(scores.numel() / 4))}
-    alt = "The density of the scaled score is a bell that reaches well beyond −1 and 1."
     return conclude(
         above("share of scaled scores within −1 … 1", 0.99, inside),
         near("the same, a normal law", math.erf(1 / math.sqrt(2)), inside, 0.015).ours(),
         near("variance of the scaled scores", 1.0, variance, 0.05).ours(),
         right=f"The variance becomes {variance.value:.2f}, one number, and a variance is never negative. Scores have "
         f"standard deviation 1: {100 * (1 - inside.value):.0f} % of them lie outside −1 … 1.",
-        figure=Figure("lines", "q·k/√d_k", "density", series, alt),
+        alt="The density of the scaled score is a bell that reaches well beyond −1 and 1.",
+        figure=Figure("lines", "q·k/√d_k", "density", series),
     )

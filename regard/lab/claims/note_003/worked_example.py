@@ -21,9 +21,9 @@ def measure(sampler):
     )
     products = [a * b for a, b in zip(Q, K, strict=True)]
     series = {"products": (["1", "2", "3", "sum", "sum/√3"], [*products, total, scaled])}
-    alt = f"The products {listed('{:.2f}', products)}, their sum {total:.2f} and the scaled sum {scaled:.2f}."
     return conclude(
         near("q·k", 0.61, total, 0.005),
         near("q·k/√3", 0.35, scaled, 0.005),
-        figure=Figure("bars", "entry", "q_i·k_i", series, alt),
+        alt=f"The products {listed('{:.2f}', products)}, their sum {total:.2f} and the scaled sum {scaled:.2f}.",
+        figure=Figure("bars", "entry", "q_i·k_i", series),
     )

@@ -37,10 +37,6 @@ def measure(sampler):
     q = sampler.normal(3, 1, N, 8)
     _, stats = regard.attention(q, q, q, is_causal=True, key_lengths=LENGTHS, return_stats=("visible_keys",))
     miscounted = gap(stats.visible_keys[:, 0], visible.sum(-1))
-    alt = (
-        f"Weights of {N} causal queries whose last {N - LENGTHS[1]} keys are padding: zero above the "
-        f"diagonal and from key {LENGTHS[1]} on."
-    )
     return conclude(
         near("share of masked weights that are exactly 0", 1.0, zeros(w, ~visible), 1e-9),
         below("largest |Σ w − 1| over what is visible", 1e-6, gap(w.sum(-1), 1)),
@@ -49,5 +45,7 @@ def measure(sampler):
         near("keys counted by regard.attention, minus the mask's", 0.0, miscounted, 1e-6).ours(),
         condition="every row sees at least one key. With padding before the tokens the first rows of a causal mask see "
         f"none: {int(blind.isnan().all(-1).sum())} of {3 * N} rows are NaN here; regard gives them zeros",
-        figure=Figure("heat", "key", "query", alt=alt, rows=w[1].tolist()),
+        alt=f"Weights of {N} causal queries whose last {N - LENGTHS[1]} keys are padding: zero above the "
+        f"diagonal and from key {LENGTHS[1]} on.",
+        figure=Figure("heat", "key", "query", rows=w[1].tolist()),
     )

@@ -31,7 +31,6 @@ def measure(sampler):
     warm, _ = gradient_norms(16.0 * z, g, temperature=16.0)
     loud, clipped = gradient_norms(z, 100.0 * g)
     series = {"before clipping": (FACTORS, [b for b, _ in pairs]), "after clipping": (FACTORS, [a for _, a in pairs])}
-    alt = "The gradient vanishes as the scores grow, and clipping leaves it exactly where it was."
     return conclude(
         above("a sharp row's gradient, clipped over unclipped", 1.0, after / before),
         near("the same, derived: min(1, 1/‖g‖)", 1.0, after / before, 1e-6).ours(),
@@ -40,5 +39,6 @@ def measure(sampler):
         right=f"Clipping multiplies by min(1, max_norm/‖g‖) ≤ 1: the sharp row's gradient {before:.1e} stays "
         f"{after:.1e}. It cures exploding gradients ({loud:.0f} → 1). What helps here is scale, temperature or "
         f"initialisation: τ = 16 brings it to {warm:.1e}.",
-        figure=Figure("lines", "factor on the scores", "‖∂L/∂z‖", series, alt, log="xy"),
+        alt="The gradient vanishes as the scores grow, and clipping leaves it exactly where it was.",
+        figure=Figure("lines", "factor on the scores", "‖∂L/∂z‖", series, log="xy"),
     )

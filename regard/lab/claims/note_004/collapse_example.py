@@ -19,10 +19,6 @@ def measure(sampler):
     entropies = [float(regard.statistics.of_scores(SCORES[None] / t).entropy) for t in TEMPERATURES]
     largest, other, *_ = regard.softmax(torch.stack([SCORES / t for t in TEMPERATURES])).T.tolist()
     series = {"largest": (TEMPERATURES, largest), "each other": (TEMPERATURES, other)}
-    alt = (
-        f"From temperature {TEMPERATURES[0]:g} to {TEMPERATURES[-1]:g} the largest weight goes from "
-        f"{largest[0]:.3f} to {largest[-1]:.3f} and each other from {other[0]:.3f} to {other[-1]:.3f}."
-    )
     return conclude(
         near("each of the three small weights", 0.0003, w[1], 0.00005),
         near("the largest weight", 0.999, w[0], 0.0005),
@@ -30,5 +26,7 @@ def measure(sampler):
         right=f"softmax(10, 0.1, 0.1, 0.1) = ({w[0]:.5f}, {w[1]:.5f}, {w[1]:.5f}, {w[1]:.5f}): the small weights are "
         "six times smaller than printed. That temperature smooths it is true: at τ = 10 the largest weight is "
         f"{regard.softmax(SCORES, temperature=10.0)[0]:.2f}.",
-        figure=Figure("lines", "temperature τ", "weight", series, alt, log="x"),
+        alt=f"From temperature {TEMPERATURES[0]:g} to {TEMPERATURES[-1]:g} the largest weight goes from "
+        f"{largest[0]:.3f} to {largest[-1]:.3f} and each other from {other[0]:.3f} to {other[-1]:.3f}.",
+        figure=Figure("lines", "temperature τ", "weight", series, log="x"),
     )

@@ -30,12 +30,12 @@ def measure(sampler):
     uniform = regard.softmax(torch.zeros(N, N).double(), mask=regard.masks.causal(N))
     series = {"random scores": (range(N), theirs), "uniform: i/2": (range(N), [i / 2 for i in range(N)])}
     unbuilt = gap(average_attention_distance(weights[0, 0]), stats.distance[0, 0])
-    alt = "The mean distance of causal rows scatters about i/2, its value for uniform weights."
     return conclude(
         below("largest |note's − regard.statistics.of_weights|", 1e-12, gap(theirs, ours)),
         below("largest |note's − regard.attention's, no weights built|", 1e-9, unbuilt),
         near("uniform causal row 31: the mean of 0 … 31", 15.5, average_attention_distance(uniform)[-1], 1e-9),
         remark="It counts on as many queries as keys and on rows that sum to 1: for one query against a cache it "
         "broadcasts to N numbers without a word. regard's divides by Σw and counts positions as the causal mask does.",
-        figure=Figure("lines", "query i", "mean distance", series, alt),
+        alt="The mean distance of causal rows scatters about i/2, its value for uniform weights.",
+        figure=Figure("lines", "query i", "mean distance", series),
     )

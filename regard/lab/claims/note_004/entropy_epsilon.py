@@ -27,7 +27,6 @@ def measure(sampler):
     half = with_epsilon(regard.softmax(rows[-1:].half()))
     series = {"with ε": (SHARPNESS, with_epsilon(w)), "regard.statistics": (SHARPNESS, truth)}
     ends = f"from {truth[0]:.2f} nats for flat rows to {truth[-1]:.2f} for sharp ones"
-    alt = f"The entropy with and without epsilon coincide, {ends}."
     return conclude(
         below("largest |with ε − entropy|, 64 keys, float64", 1e-10, gap(with_epsilon(w), truth)),
         near("uniform over 64 keys, nats (ln 64)", 4.1589, with_epsilon(uniform), 1e-3),
@@ -35,5 +34,6 @@ def measure(sampler):
         above("finite in float16, a row with zero weights (1: yes)", 0.5, half.isfinite().double().mean()).beyond(),
         condition="not in float16, where 1e−12 is 0 and a zero weight gives 0·log 0 = NaN; elsewhere it is low by at "
         "most n·1e−12",
-        figure=Figure("lines", "factor on the scores", "entropy, nats", series, alt, log="x"),
+        alt=f"The entropy with and without epsilon coincide, {ends}.",
+        figure=Figure("lines", "factor on the scores", "entropy, nats", series, log="x"),
     )

@@ -29,7 +29,6 @@ def measure(sampler):
     blind = regard.softmax(s[:1].masked_fill(~nothing, -1e9))
     truth = regard.softmax(s[:1], mask=nothing)
     series = {"filled with −1e9": (range(8), blind[0]), "masked (regard)": (range(8), truth[0])}
-    alt = f"In a row that sees no key, −1e9 gives every hidden key {blind.mean():.3f}; masking gives {truth.mean():g}."
     return conclude(
         below("largest difference, every row sees a key", 1e-12, gap(filled, infinite)),
         below("weight on hidden keys in a row that sees none", 1e-12, blind.sum()).beyond(),
@@ -38,5 +37,7 @@ def measure(sampler):
         near("weight regard gives in a row that sees no key", 0.0, truth.sum(), 1e-300).ours(),
         condition="every row sees at least one key (else −1e9 spreads the weight evenly over hidden keys) and the "
         "type can hold −1e9 (float16 cannot: its largest number is 65504)",
-        figure=Figure("bars", "key", "weight in a row that sees no key", series, alt),
+        alt=f"In a row that sees no key, −1e9 gives every hidden key {blind.mean():.3f}; masking gives "
+        f"{truth.mean():g}.",
+        figure=Figure("bars", "key", "weight in a row that sees no key", series),
     )

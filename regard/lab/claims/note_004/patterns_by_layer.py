@@ -35,33 +35,22 @@ def measure(sampler):
     first = [max(head["first_key_mass"] for layer in m for head in layer) for d in DIMS for m in found[d]]
     heads = [(layer, head) for d in DIMS for m in found[d] for layer, its in enumerate(m) for head in its]
     sharpest = min(heads, key=lambda pair: pair[1]["entropy_ratio"])
-    spread = {i: [max(h["entropy_ratio"] for h in m[i]) - min(h["entropy_ratio"] for h in m[i]) for m in found[64]]
-              for i in (0, 1)}  # fmt: skip
-    series = {
-        "a head": (
-            [f"d_k {d}, layer {i + 1}" for d in DIMS for m in found[d] for i in (0, 1) for _ in m[i]],
-            [head["entropy_ratio"] for d in DIMS for m in found[d] for i in (0, 1) for head in m[i]],
-        )
-    }
-    alt = (
-        "Entropy over ln n of every head by layer: "
-        + "; ".join(
-            f"d_k {d}, layer {i + 1}, mean {statistics.fmean(mean(m[i], 'entropy_ratio') for m in found[d]):.2f}"
-            for d in DIMS
-            for i in (0, 1)
-        )
-        + "."
-    )
+    ratios = {i: [[head["entropy_ratio"] for head in m[i]] for m in found[64]] for i in (0, 1)}
+    spread = {i: statistics.fmean(max(own) - min(own) for own in ratios[i]) for i in (0, 1)}
+    places = [(f"d_k {d}, layer {i + 1}", [m[i] for m in found[d]]) for d in DIMS for i in (0, 1)]
+    drawn = [(name, head["entropy_ratio"]) for name, layers in places for layer in layers for head in layer]
+    means = [f"{n}, mean {statistics.fmean(mean(x, 'entropy_ratio') for x in layers):.2f}" for n, layers in places]
     return conclude(
         *(above(f"entropy / ln n, first layer − second, d_k = {d}", 0.0, estimate(flatter[d])) for d in DIMS),
         above("distance, first layer − second, characters, d_k = 16", 0.0, estimate(farther[16])),
         above("first key's mass in the head that gives it most", SINK, estimate(first)).beyond(),
         condition="sinks are left out: in models of this size and training none has formed",
         right="The first layer is not the flatter one.",
-        remark=f"At d_k = 64 the sharpest and the flattest head of the first layer lie "
-        f"{statistics.fmean(spread[0]):.2f} of ln n apart, those of the second {statistics.fmean(spread[1]):.2f}. The "
-        f"sharpest of all has {sharpest[1]['entropy_ratio']:.2f} at a mean distance of {sharpest[1]['distance']:.1f} "
-        f"characters, in the {('first', 'second')[sharpest[0]]} layer. Distance at d_k = 64, first layer − second: "
-        f"{estimate(farther[64])} characters, {SAID[sign_of(estimate(farther[64]))]}.",
-        figure=Figure("dots", "", "entropy / ln n of a head", series, alt),
+        remark=f"At d_k = 64 the sharpest and the flattest head of the first layer lie {spread[0]:.2f} of ln n apart, "
+        f"those of the second {spread[1]:.2f}. The sharpest of all has {sharpest[1]['entropy_ratio']:.2f} at a mean "
+        f"distance of {sharpest[1]['distance']:.1f} characters, in the {('first', 'second')[sharpest[0]]} layer. "
+        f"Distance at d_k = 64, first layer − second: {estimate(farther[64])} characters, "
+        f"{SAID[sign_of(estimate(farther[64]))]}.",
+        alt=f"Entropy over ln n of every head by layer: {'; '.join(means)}.",
+        figure=Figure("dots", "", "entropy / ln n of a head", {"a head": list(zip(*drawn, strict=True))}),
     )

@@ -23,14 +23,12 @@ def measure(sampler):
     moved = regard.softmax(torch.stack([line, torch.zeros_like(line), torch.ones_like(line)], -1))
     bend = (moved[2:] - 2 * moved[1:-1] + moved[:-2]).abs().max() / (line[1] - line[0]) ** 2
     series = {f"score {name}": (line, moved[:, i]) for i, name in enumerate(("moving", "0", "1"))}
-    alt = (
-        f"As one of three scores moves from {line[0]:g} to {line[-1]:g} its weight rises smoothly from "
-        f"{moved[0, 0]:.3f} to {moved[-1, 0]:.3f} and the others fall."
-    )
     return conclude(
         below("largest |Σw − 1|", 1e-14, gap(w.sum(-1), 1)),
         above("smallest weight", 0.0, w.min()),
         near("rows of 500 whose weights have another order", 0.0, (~ordered).sum(), 0.5),
         below("largest second difference quotient along one score", 0.2, bend),
-        figure=Figure("lines", "first score", "weight", series, alt),
+        alt=f"As one of three scores moves from {line[0]:g} to {line[-1]:g} its weight rises smoothly from "
+        f"{moved[0, 0]:.3f} to {moved[-1, 0]:.3f} and the others fall.",
+        figure=Figure("lines", "first score", "weight", series),
     )

@@ -21,10 +21,10 @@ def measure(sampler):
     rows = [listed("{:.2f}", row) for row in w]
     labels = [f"{z:g}" for row in SCORES for z in row]
     series = {"claimed": (labels, [c for _, c, _ in flat]), "measured": (labels, [p for _, _, p in flat])}
-    alt = f"Measured weights {rows[0]} and {rows[1]} beside the claimed ones."
     return conclude(
         *(near(f"weight of {z:g}", c, p, 0.005) for z, c, p in flat),
         near("sum of the second row as printed", 1.0, sum(CLAIMED[1]), 0.02),
         right=f"The weights are ({rows[0]}) and ({rows[1]}); the second row as printed sums to {sum(CLAIMED[1]):.2f}.",
-        figure=Figure("bars", "score", "weight", series, alt),
+        alt=f"Measured weights {rows[0]} and {rows[1]} beside the claimed ones.",
+        figure=Figure("bars", "score", "weight", series),
     )

@@ -23,7 +23,6 @@ def measure(sampler):
     w = naive(s)
     dead = [share(naive(sampler.normal(2000, n)).isnan().any(-1)) for n in KEYS]
     series = {"measured": (KEYS, dead), "2^−n": (KEYS, [2.0**-n for n in KEYS])}
-    alt = "The share of rows with no positive score halves with every key."
     return conclude(
         below("largest |Σw − 1| where a score is positive", 1e-6, gap(w[alive].sum(-1), 1)),
         below("largest |naive − regard.relu_norm| there", 1e-6, gap(w[alive], regard.relu_norm(s)[alive])),
@@ -34,5 +33,6 @@ def measure(sampler):
         "scores), and regard.relu_norm gives zeros there",
         remark="It is not shift-invariant, and keys with negative scores get no gradient. It is not linear attention "
         "either: the N × N scores are still formed.",
-        figure=Figure("lines", "keys n", "share of 0/0 rows", series, alt),
+        alt="The share of rows with no positive score halves with every key.",
+        figure=Figure("lines", "keys n", "share of 0/0 rows", series),
     )

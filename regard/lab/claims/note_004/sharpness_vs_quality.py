@@ -65,7 +65,6 @@ def measure(sampler):
         group: list(zip(*[end for name in names for end in runs.get(name, [])], strict=True))
         for group, names in GROUPS.items()
     }
-    alt = f"Sharpness against loss of {len(records)} trained models: best {named[0]}, worst {named[1]}."
     return conclude(
         below("rank correlation of sharpness and loss over a run's checkpoints", 0.0, within),
         above("loss of the flatter 1/d − 1/√d, d_k = 64, nats", 0.0, flatter),
@@ -77,5 +76,6 @@ def measure(sampler):
         f"variants. Best {named[0]}, worst {named[1]}; as sharp as one another and furthest apart in loss: {named[2]} "
         f"and {named[3]}. {len(records)} runs, {sum(len(r['history']) for r in records)} checkpoints; "
         f"{records[0]['where']}.",
-        figure=Figure("points", "sharpness, 1 − entropy / ln n", "validation loss", series, alt),
+        alt=f"Sharpness against loss of {len(records)} trained models: best {named[0]}, worst {named[1]}.",
+        figure=Figure("points", "sharpness, 1 − entropy / ln n", "validation loss", series),
     )

@@ -27,7 +27,6 @@ def measure(sampler):
     kept = [float(support(z, alpha).mean()) for alpha in ALPHAS]
     sparsest = {"sparsemax": float((regard.sparsemax(z) > 0).double().sum(-1).mean())}
     series, ends = {"entmax": (ALPHAS, kept)}, f"from {kept[0]:.1f} at α = {ALPHAS[0]:g} to {kept[-1]:.1f}"
-    alt = f"The mean support falls {ends}, sparsemax's, at α = {ALPHAS[-1]:g}."
     return conclude(
         above("mean share of exact zeros, 16 normal scores", 0.5, mean(zeros)),
         below("largest |entmax(α = 1) − softmax|", 1e-14, gap(regard.entmax(z, 1.0), regard.softmax(z))),
@@ -36,5 +35,6 @@ def measure(sampler):
         below("steps in α at which the support grows", 0.5, sum(b > a for a, b in pairwise(kept))),
         near("zeros in rows with Σ(z − min z) < 1", 0.0, (regard.sparsemax(flat) == 0).sum(), 0.5).ours(),
         remark="Zeros are not forced: a row with Σ(z − min z) < 1 keeps every weight positive.",
-        figure=Figure("lines", "α", "weights above 0, of 16", series, alt, guides=sparsest),
+        alt=f"The mean support falls {ends}, sparsemax's, at α = {ALPHAS[-1]:g}.",
+        figure=Figure("lines", "α", "weights above 0, of 16", series, guides=sparsest),
     )

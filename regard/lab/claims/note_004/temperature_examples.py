@@ -28,12 +28,12 @@ def measure(sampler):
         name: (TEMPERATURES, [largest(factor * SCORES[:1], t) for t in TEMPERATURES])
         for name, factor in (("the note's scores", 1.0), ("100 times as close", 0.01), ("100 times as far", 100.0))
     }
-    alt = "The note's scores go from one-hot at 0.1 to near uniform at 10; closer or farther scores do not."
     return conclude(
         above("largest weight at τ = 0.1, the note's scores", 0.99, largest(SCORES, 0.1)),
         below("1 − entropy/ln 4 at τ = 10, the note's scores", 0.02, unevenness(SCORES, 10.0)),
         above("largest weight at τ = 0.1, scores 100 times as close", 0.99, largest(SCORES / 100, 0.1)).beyond(),
         below("1 − entropy/ln 4 at τ = 10, scores 100 times as far", 0.02, unevenness(SCORES * 100, 10.0)).beyond(),
         condition="the scores lie a few units apart: what counts is the gap over τ (≫ 1 for one-hot, ≪ 1 for uniform)",
-        figure=Figure("lines", "temperature τ", "largest weight", series, alt, log="x"),
+        alt="The note's scores go from one-hot at 0.1 to near uniform at 10; closer or farther scores do not.",
+        figure=Figure("lines", "temperature τ", "largest weight", series, log="x"),
     )

@@ -8,7 +8,11 @@ from regard.lab.training.results import draw_training
 from regard.lab.training.trials import head_dims
 from regard.lab.training.trials.language import LanguageTrial
 
-SCORES = {"additive": "additive", "dot": "dot", "scaled": "scaled_dot"}
+SCORES = {
+    "additive": lambda d: {"score": "additive"},
+    "dot": lambda d: {"score": "dot"},
+    "scaled": lambda d: {"score": "scaled_dot"},
+}
 
 
 def make(setting: Setting) -> LanguageTrial:
@@ -27,7 +31,7 @@ def figures(result):
 experiment = Experiment(
     name="additive",
     question="Does unscaled dot product fall behind additive attention as d_k grows, and does scaling keep up?",
-    variants=head_dims.variants({name: lambda d, score=score: {"score": score} for name, score in SCORES.items()}),
+    variants=head_dims.variants(SCORES),
     make=make,
     presets={
         "small": Preset.small(30, 15, "scaled-d64", 2.0, **head_dims.sizes(layers=1, length=24, batch=8, rows=32)),

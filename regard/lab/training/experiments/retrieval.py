@@ -62,7 +62,8 @@ class RetrievalTrial(Trial):
         self.setting, self.size, self.rate = setting, options["batch"], options["rate"]
         self.tests, self.items = options["tests"], options["items"]
         self.trained, self.afterwards = options.get("trained", TRAINED), options.get("afterwards", True)
-        self._chunk, self._rows = -1, ()
+        self._chunk = -1
+        self._rows: tuple[Tensor, ...] = ()
         self.model = Retriever(options["width"], options.get("attention", {})).to(setting.device)
 
     def batch(self, step: int) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from regard.lab.training.trials.translation import TranslationTrial
 LENGTH, LONG = 128, 1024
 TOKENS = 100_000_000
 BATCH = 64
+QUIET = dict(readings=False)  # an evaluation measures the loss alone
 DENSE = ("stick-breaking",)  # no fused kernel: too slow at the long length
 
 character = Experiment(
@@ -42,24 +43,10 @@ translation = Experiment(
     make=TranslationTrial,
     presets={
         "small": Preset.small(
-            120,
-            60,
-            "softmax",
-            0.8,
-            layers=1,
-            heads=2,
-            width=64,
-            length=12,
-            batch=32,
-            dropout=0.0,
-            rate=5e-3,
-            readings=False,
+            120, 60, "softmax", 0.8, layers=1, heads=2, width=64, length=12, batch=32, dropout=0.0, rate=5e-3, **QUIET
         ),
         "full": Preset(
-            1000,
-            500,
-            dict(layers=2, heads=4, width=256, length=32, batch=128, dropout=0.2, rate=1e-3, readings=False),
-            5,
+            1000, 500, dict(layers=2, heads=4, width=256, length=32, batch=128, dropout=0.2, rate=1e-3, **QUIET), 5
         ),
     },
     reads="folder",

@@ -13,6 +13,8 @@ from regard.lab.training.trials.attention import compared
 from regard.table import Table
 
 TRAINED = 256  # items at most
+TESTS = [256, 512, 1024, 2048, 4096, 8192]  # numbers of items
+SHORT, LONG = (dict(tests=tests, afterwards=False) for tests in ([32, 128], TESTS))
 SHOWN = ("softmax", "ssmax", "asentmax", "entmax15", "entmax-learned", "sigmoid")  # six lines are distinguishable
 COMPARED = (*SHOWN, "sink", "temperature", "qk-norm", "sparsemax", "sigmoid-learned")
 
@@ -43,25 +45,9 @@ experiment = Experiment(
     variants=compared(TRAINED, COMPARED),
     make=RetrievalTrial,
     presets={
-        "small": Preset.small(
-            150,
-            75,
-            "softmax",
-            1.2,
-            width=64,
-            batch=64,
-            trained=32,
-            afterwards=False,
-            tests=[32, 128],
-            items=2**13,
-            rate=3e-3,
-        ),
+        "small": Preset.small(150, 75, "softmax", 1.2, width=64, batch=64, trained=32, items=2**13, rate=3e-3, **SHORT),
         "full": Preset(
-            steps=2000,
-            every=1000,
-            sizes=dict(width=128, batch=128, trained=TRAINED, afterwards=False, items=2**21, rows=512, rate=2e-3)
-            | dict(tests=[256, 512, 1024, 2048, 4096, 8192]),
-            seeds=5,
+            2000, 1000, dict(width=128, batch=128, trained=TRAINED, items=2**21, rows=512, rate=2e-3, **LONG), 5
         ),
     },
     figures=figures,

@@ -1,10 +1,6 @@
 """Variants, presets and the loss figure of experiments over d_k: a character model of width 256 with 256/d_k heads.
 
 Parameters and tokens are equal; only d_k (16, 64 or 256) varies.
-
->>> from regard.lab.training.trials import head_dims
->>> head_dims.variants({"dot": lambda d: {"score": "dot"}})["dot-d64"]
-{'heads': 4, 'attention': {'score': 'dot'}}
 """
 
 from __future__ import annotations

@@ -8,11 +8,6 @@ disagrees, and an interval across an edge is an error of the experiment (`Undeci
     wrong      the core disagrees
 
 Checks marked OURS compare our own derivation with the measurement, and fail the run if it is off.
-
->>> from regard.lab.claim import Finding, near
->>> finding = Finding([near("one and one", 3.0, 2.0, 0.5)], figure=None, right="one and one are two")
->>> finding.verdict
-'wrong'
 """
 
 from __future__ import annotations
@@ -159,12 +154,7 @@ def conclude(
 
 
 class Sampler:
-    """Draws random numbers that depend on the seed and the claim's name only, not on which claims ran before.
-
-    >>> from regard.lab.claim import Sampler
-    >>> Sampler(0, "dot-mean").normal(2, 3).shape
-    torch.Size([2, 3])
-    """
+    """Draws random numbers that depend on the seed and the claim's name only, not on which claims ran before."""
 
     def __init__(self, seed: int, name: str) -> None:
         digest = hashlib.blake2b(f"{name} {seed}".encode(), digest_size=4).digest()  # torch's CPU generator: 32 bits
@@ -208,7 +198,7 @@ class Claim:
 
 
 def claim(
-    statement: str, derivation: Sequence[str], rule: str, note: str = ""
+    statement: str, derivation: str | Sequence[str], rule: str, note: str = ""
 ) -> Callable[[Callable[[Sampler], Finding]], Claim]:
     """Make `measure(sampler)` of a file `claims/note_NNN/` the claim that is called as the file, with - for _.
 
@@ -217,7 +207,7 @@ def claim(
 
     def make(measure: Callable[[Sampler], Finding]) -> Claim:
         *_, folder, file = measure.__module__.split(".")
-        own = note or folder.removeprefix("note_")
-        return Claim(file.replace("_", "-"), own, statement, derivation, rule, measure)
+        own, lines = note or folder.removeprefix("note_"), [derivation] if isinstance(derivation, str) else derivation
+        return Claim(file.replace("_", "-"), own, statement, lines, rule, measure)
 
     return make

@@ -1,13 +1,6 @@
 """`Estimate`: a measured number with its interval, value ± t·s/√n (99.99 %; t = 3.89 for many samples).
 
 The level is high because the lab makes some two hundred comparisons, and none should fail by chance.
-
->>> import torch
->>> from regard.lab.estimate import exact, mean
->>> mean(torch.tensor([1.0, 2.0, 3.0, 2.0] * 10))
-2 [1.509, 2.491]
->>> exact(0.25)
-0.25
 """
 
 from __future__ import annotations

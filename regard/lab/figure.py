@@ -1,10 +1,4 @@
-"""`Figure`: lines, points, bars, dots, bands and heat maps as data with a text alternative, drawn by Vega-Lite.
-
->>> from regard.lab.figure import Figure
->>> figure = Figure("lines", "key", "weight", {"softmax": ([0, 1, 2], [0.1, 0.2, 0.7])}, alt="Weights rise with it.")
->>> "Weights rise with it." in figure.svg()
-True
-"""
+"""`Figure`: lines, points, bars, dots, bands and heat maps as data with a text alternative, drawn by Vega-Lite."""
 
 from __future__ import annotations
 
@@ -23,26 +17,9 @@ SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"
 WIDTHS = [3.5, 1.8, 1.8, 1.8, 1.8, 1.8]  # the first stays visible below one that coincides with it
 CROWDED = 48  # letters that fit side by side below an axis
 FEW = 8  # at most so many values are labelled themselves on a logarithmic axis
-CONFIG = {
-    "background": "white",
-    "font": "sans-serif",
-    "axis": {
-        "labelFontSize": 11,
-        "titleFontSize": 12,
-        "titleFontWeight": "normal",
-        "gridColor": GRID,
-        "titleColor": INK,
-    },
-    "legend": {
-        "orient": "bottom",
-        "title": None,
-        "labelFontSize": 11,
-        "columns": 2,
-        "labelLimit": 240,
-        "symbolSize": 80,
-    },
-    "view": {"stroke": None},
-}
+AXIS = {"labelFontSize": 11, "titleFontSize": 12, "titleFontWeight": "normal", "gridColor": GRID, "titleColor": INK}
+LEGEND = {"orient": "bottom", "title": None, "labelFontSize": 11, "columns": 2, "labelLimit": 240, "symbolSize": 80}
+CONFIG = {"background": "white", "font": "sans-serif", "axis": AXIS, "legend": LEGEND, "view": {"stroke": None}}
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,14 @@ WINDOWS = "window_losses"  # in a record's final: the loss of each validation wi
 def compare(result: dict, metric: str | None = None, base: str = BASE) -> dict[str, Estimate]:
     """Return variant → the mean of variant − base with its interval, for variants with two differences or more."""
     found = {}
+    windows = {r["variant"]: r["final"].get(WINDOWS, []) for r in result["records"] if not r["diverged"]}
     for variant in result["summary"]:
         differences = paired_differences(result, variant, base, metric)
-        if len(differences) == 1:
-            differences = window_differences(result, variant, base)
+        if len(differences) == 1:  # one run per variant: window by window
+            differences = [a - b for a, b in zip(windows[variant], windows[base], strict=True)]
         if variant != base and len(differences) > 1:
             found[variant] = estimate(differences)
     return found
-
-
-def window_differences(result: dict, variant: str, base: str = BASE) -> list[float]:
-    """Return variant − base of each validation window, for results of one run per variant."""
-    runs = {r["variant"]: r["final"].get(WINDOWS, []) for r in result["records"] if not r["diverged"]}
-    return [a - b for a, b in zip(runs[variant], runs[base], strict=True)]
 
 
 def describe(difference: Estimate, lower_is_better: bool) -> str:

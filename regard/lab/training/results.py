@@ -3,11 +3,6 @@
 A result is JSON: `{"experiment", "preset", "question", "metric", "how", "records": […], "summary":
 {variant: {"runs", "diverged", metric: {"mean", "low", "high", "n"}}}}`. Diverged runs are counted; the means
 are over the others, `n` of them.
-
->>> from regard.lab.training.results import interval
->>> low, high = interval([1.0, 2.0, 3.0])
->>> round(low, 3), round(high, 3)
-(-0.484, 4.484)
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ SCALES = [0.25, 0.5, 1.0, 2.0, 4.0]
 
 @claim(
     statement="Scaling two scores by k turns their weight ratio a = e^(x1−x2) into a^k.",
-    derivation=[r"\frac{w_1}{w_2} = \frac{e^{k x_1}/Z}{e^{k x_2}/Z} = e^{k(x_1 - x_2)} = a^k"],
+    derivation=r"\frac{w_1}{w_2} = \frac{e^{k x_1}/Z}{e^{k x_2}/Z} = e^{k(x_1 - x_2)} = a^k",
     rule="Holds if the log ratio equals k·log a to rounding for every pair and every k.",
 )
 def measure(sampler):

@@ -20,11 +20,8 @@ AS_WELL = 0.1  # nats per character, 5 % of the loss: what counts as no worse
 )
 def measure(sampler):
     result = training.shipped("additive")
-    behind = {
-        (name, d): estimate(paired_differences(result, f"{name}-d{d}", f"additive-d{d}"))
-        for name in ("dot", "scaled")
-        for d in DIMS
-    }
+    pairs = [(name, d) for name in ("dot", "scaled") for d in DIMS]
+    behind = {(name, d): estimate(paired_differences(result, f"{name}-d{d}", f"additive-d{d}")) for name, d in pairs}
     text = {key: f"{e.value:+.3f}" for key, e in behind.items()}
     return conclude(
         above("loss of unscaled dot − additive, d_k = 256 (“worse”), nats", AS_WELL, behind["dot", 256]),

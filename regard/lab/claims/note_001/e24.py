@@ -10,7 +10,7 @@ from regard.lab.claim import Figure, claim, conclude, near
 
 @claim(
     statement="e^24 ≈ 2.6e10 and e^−24 ≈ 3.8e−11.",
-    derivation=[r"e^{24} = 10^{24/\ln 10} = 10^{10.423} = 2.649 \times 10^{10}"],
+    derivation=r"e^{24} = 10^{24/\ln 10} = 10^{10.423} = 2.649 \times 10^{10}",
     rule="Holds if both agree to half a unit of the last printed digit.",
 )
 def measure(sampler):

@@ -10,7 +10,7 @@ SCORES = [-3.0, -1.0, 0.0, 1.0, 3.0]
 
 @claim(
     statement="After scaling, s(1 − s) > 0.01 for each of the entries of softmax(−3, −1, 0, 1, 3).",
-    derivation=[r"s_1 = e^{-3}/24.22 = 0.0021 \Rightarrow s_1(1 - s_1) = 0.0021 < 0.01"],
+    derivation=r"s_1 = e^{-3}/24.22 = 0.0021 \Rightarrow s_1(1 - s_1) = 0.0021 < 0.01",
     rule="Wrong if one of the five slopes is not above 0.01.",
 )
 def measure(sampler):

@@ -16,10 +16,8 @@ def script(sampler, d):
 @claim(
     statement="The note's script (10 queries, 10 keys) gives the largest weight 0.342, 0.891, 0.998 unscaled and "
     "0.289, 0.276, 0.301 scaled.",
-    derivation=[
-        r"\max_{ij} w_{ij} \text{ over 10 rows is the sharpest row's: one unscaled row in ten is one-hot already "
-        r"at } d_k = 16"
-    ],
+    derivation=r"\max_{ij} w_{ij} \text{ over 10 rows is the sharpest row's: one unscaled row in ten is one-hot "
+    r"already at } d_k = 16",
     rule="Wrong if the median output over many runs differs from a printed number by more than 0.05.",
 )
 def measure(sampler):

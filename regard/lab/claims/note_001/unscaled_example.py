@@ -10,7 +10,7 @@ SCORES, CLAIMED = [-24.0, -10.0, 0.0, 10.0, 24.0], [0.0, 0.0, 0.0, 0.0, 1.0]
 
 @claim(
     statement="softmax(−24, −10, 0, 10, 24) ≈ (0, 0, 0, 0, 1).",
-    derivation=[r"w_5 = 1/(1 + e^{-14} + e^{-24} + \dots) = 1 - 8.3 \times 10^{-7}"],
+    derivation=r"w_5 = 1/(1 + e^{-14} + e^{-24} + \dots) = 1 - 8.3 \times 10^{-7}",
     rule="Holds if every weight agrees to three digits.",
 )
 def measure(sampler):

@@ -10,10 +10,8 @@ TEMPERATURES = [1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01]
 
 @claim(
     statement="τ → 0⁺ gives the one-hot argmax, shared equally between ties.",
-    derivation=[
-        r"w_i = \frac{e^{(z_i - z_{\max})/\tau}}{m + \sum_{z_j < z_{\max}} e^{(z_j - z_{\max})/\tau}} \to "
-        r"\frac{1}{m} \text{ or } 0"
-    ],
+    derivation=r"w_i = \frac{e^{(z_i - z_{\max})/\tau}}{m + \sum_{z_j < z_{\max}} e^{(z_j - z_{\max})/\tau}} \to "
+    r"\frac{1}{m} \text{ or } 0",
     rule="Holds if τ = 0.01 is within 1e-12 of the limit, with and without ties.",
 )
 def measure(sampler):

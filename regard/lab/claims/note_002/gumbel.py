@@ -10,10 +10,8 @@ Z = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
 @claim(
     statement="Gumbel noise and a temperature make softmax a differentiable sampler.",
-    derivation=[
-        r"P(\mathrm{arg}\,\max_j (z_j + g_j) = i) = \int e^{-(x - z_i)} e^{-Z e^{-x}} dx = e^{z_i}/Z, \quad Z = "
-        r"\textstyle\sum_j e^{z_j}"
-    ],
+    derivation=r"P(\mathrm{arg}\,\max_j (z_j + g_j) = i) = \int e^{-(x - z_i)} e^{-Z e^{-x}} dx = e^{z_i}/Z, \quad Z = "
+    r"\textstyle\sum_j e^{z_j}",
     rule="Holds if hard samples have softmax's frequencies to 0.03, cold soft ones are nearly one-hot and gradients "
     "flow.",
 )

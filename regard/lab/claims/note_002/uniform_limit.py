@@ -8,7 +8,7 @@ TEMPERATURES = [1.0, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6]
 
 @claim(
     statement="τ → ∞ gives 1/K.",
-    derivation=[r"e^{z/\tau} \to 1, \quad w_i = \frac{1}{K}\left(1 + \frac{z_i - \bar z}{\tau}\right) + O(\tau^{-2})"],
+    derivation=r"e^{z/\tau} \to 1, \quad w_i = \frac{1}{K}\left(1 + \frac{z_i - \bar z}{\tau}\right) + O(\tau^{-2})",
     rule="Holds if τ = 10⁶ is within 1e-5 of 1/K and the rest is first order in 1/τ.",
 )
 def measure(sampler):

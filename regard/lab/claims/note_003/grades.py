@@ -23,6 +23,7 @@ SUBJECTS = ["Chinese", "maths", "English", "physics", "chemistry"]
 )
 def measure(sampler):
     shares = MARKS / LARGEST.sum()
+    printed = zip(SUBJECTS, CLAIMED, shares, strict=True)
     weights = regard.softmax(MARKS)
     scaled = regard.softmax(MARKS / 5**0.5)
     own = regard.softmax(MARKS / LARGEST)
@@ -35,10 +36,7 @@ def measure(sampler):
         near("sum of the five weights", 1.0, shares.sum(), 0.01),
         near("the softmax weight of chemistry", 0.18, weights[4], 0.005),
         above("weight of the perfect mark after a common factor 1/√5", 1e-3, scaled[0]),
-        *(
-            near(f"{s}: mark over 111110", c, x, 0.03 * c).ours()
-            for s, c, x in zip(SUBJECTS, CLAIMED, shares, strict=True)
-        ),
+        *(near(f"{name}: mark over 111110", c, x, 0.03 * c).ours() for name, c, x in printed),
         above("weight of the perfect mark, each mark over its own maximum", 0.2, own[0]).ours(),
         right="The five are marks over the sum of the maximal marks: arithmetic right, but they sum to "
         f"{shares.sum():.2f} and are not softmax, which gives (0, 0, 0, 0, 1). One common factor keeps the ratios of "

@@ -7,7 +7,7 @@ from regard.lab.claim import Figure, above, claim, conclude, mean, near
 
 @claim(
     statement="Dividing by √d_k brings the variance, and every subject's scale, into −1 … 1.",
-    derivation=[r"\mathrm{Var}(q \cdot k/\sqrt{d_k}) = 1, \quad P(|x| \le 1) = \mathrm{erf}(1/\sqrt 2) = 0.683"],
+    derivation=r"\mathrm{Var}(q \cdot k/\sqrt{d_k}) = 1, \quad P(|x| \le 1) = \mathrm{erf}(1/\sqrt 2) = 0.683",
     rule="Wrong if fewer than 99 % of the scaled scores lie in −1 … 1.",
 )
 def measure(sampler):

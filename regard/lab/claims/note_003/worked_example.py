@@ -10,7 +10,7 @@ Q, K = [0.5, -0.3, 1.2], [-0.7, 0.4, 0.9]
 
 @claim(
     statement="The 3-dimensional example: q·k = 0.61, scaled 0.35.",
-    derivation=[r"-0.35 - 0.12 + 1.08 = 0.61, \quad 0.61/\sqrt 3 = 0.352"],
+    derivation=r"-0.35 - 0.12 + 1.08 = 0.61, \quad 0.61/\sqrt 3 = 0.352",
     rule="Holds if both numbers agree to half a unit of the last digit.",
 )
 def measure(sampler):

@@ -11,7 +11,7 @@ LONG, LONGER, LONGEST = TESTED[3:]
 @claim(
     statement="Can an adaptive temperature keep attention sharp where it should be, on lengths never trained on? Put "
     "as a claim: it keeps max retrieval right.",
-    derivation=[r"T = 1/\max(\beta(H), 1), \quad H = \text{entropy of the row at } T = 1"],
+    derivation=r"T = 1/\max(\beta(H), 1), \quad H = \text{entropy of the row at } T = 1",
     rule=f"Core: put into models trained on at most 16 items, the refit temperature must win accuracy at {LONG} and at "
     f"{LONGER} items (95 % intervals over seeds). Beyond: at {LONGEST} items at least 90 % must be right. "
     f"Ours: the refit must win over the published polynomial at {LONG}, {LONGER} and {LONGEST} items.",

@@ -19,7 +19,7 @@ def gradient_norms(z, g, temperature=1.0):
 
 @claim(
     statement="Gradient clipping cures the vanishing gradient of a sharp softmax.",
-    derivation=[r"\mathrm{clip}(g) = g \cdot \min(1, c/\|g\|) \Rightarrow \|\mathrm{clip}(g)\| \le \|g\|"],
+    derivation=r"\mathrm{clip}(g) = g \cdot \min(1, c/\|g\|) \Rightarrow \|\mathrm{clip}(g)\| \le \|g\|",
     rule="Wrong if clipping does not enlarge the gradient of a sharp row.",
 )
 def measure(sampler):

@@ -11,7 +11,7 @@ TEMPERATURES = [1.0, 2.0, 5.0, 10.0, 20.0]
 
 @claim(
     statement="softmax(10, 0.1, 0.1, 0.1) = (0.999, 0.0003, 0.0003, 0.0003), and temperature smooths it.",
-    derivation=[r"w_2 = \frac{e^{-9.9}}{1 + 3e^{-9.9}} = 5.0 \times 10^{-5}, \quad w_1 = 0.99985"],
+    derivation=r"w_2 = \frac{e^{-9.9}}{1 + 3e^{-9.9}} = 5.0 \times 10^{-5}, \quad w_1 = 0.99985",
     rule="Wrong if a weight differs from the printed one by more than half a unit of its last digit.",
 )
 def measure(sampler):

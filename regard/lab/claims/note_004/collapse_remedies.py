@@ -20,21 +20,15 @@ def measure(sampler):
     result = training.shipped("collapse")
     gain = {name: estimate(paired_differences(result, name, "none", "gradient_gain")) for name in TRIED}
     loss = {name: estimate([-x for x in paired_differences(result, name, "none", "loss")]) for name in TRIED}
-    ill, others = result["summary"]["none"], [name for name in result["summary"] if name != "none"]
-    listed = ", ".join(
-        f"{name} {result['summary'][name]['loss']['mean']:.3f} ({result['summary'][name]['gradient_gain']['mean']:.2f})"
-        for name in others
-        if "loss" in result["summary"][name]
-    )
-    beyond = {
-        "one learned per head from 1 on": [
-            above("loss won by a temperature learned per head, begun at 1, nats", BETTER, loss["learned"])
-        ],
-        "attention dropout": [
-            above("gradient gain won by attention dropout", RELIEF, gain["dropout"]),
-            above("loss won by attention dropout, nats", BETTER, loss["dropout"]),
-        ],
-    }
+    ill, others = result["summary"]["none"], {name: x for name, x in result["summary"].items() if name != "none"}
+    ends = {name: (x["loss"]["mean"], x["gradient_gain"]["mean"]) for name, x in others.items() if "loss" in x}
+    listed = ", ".join(f"{name} {loss_:.3f} ({gain_:.2f})" for name, (loss_, gain_) in ends.items())
+    learned = above("loss won by a temperature learned per head, begun at 1, nats", BETTER, loss["learned"])
+    dropout = [
+        above("gradient gain won by attention dropout", RELIEF, gain["dropout"]),
+        above("loss won by attention dropout, nats", BETTER, loss["dropout"]),
+    ]
+    beyond = {"one learned per head from 1 on": [learned], "attention dropout": dropout}
     failing = [name for name, checks in beyond.items() if not all(check.agrees for check in checks)]
     lower = group_by_sign({name: estimate(paired_differences(result, name, "none", "loss")) for name in others})
     return conclude(

@@ -13,7 +13,7 @@ def normalizer_specs(result):
 @claim(
     statement="How do the normalisers compare in a trained model? Put as a claim: at equal parameters and tokens each "
     "reaches softmax's loss.",
-    derivation=[r"\Delta = \mathcal{L}(\text{normaliser}) - \mathcal{L}(\text{softmax})"],
+    derivation=r"\Delta = \mathcal{L}(\text{normaliser}) - \mathcal{L}(\text{softmax})",
     rule="A normaliser falls short if the whole 95 % interval of its validation loss minus softmax's, over seeds, lies "
     "above 0; the condition names those that do not. Not distinguished does not mean equal.",
 )

@@ -15,7 +15,7 @@ def with_epsilon(w):
 
 @claim(
     statement="−Σ w·log(w + 1e−12) is the entropy: high when uniform, low when focused.",
-    derivation=[r"-\sum w \log(w + \varepsilon) = H - \sum w \log(1 + \varepsilon/w) \ge H - n\varepsilon"],
+    derivation=r"-\sum w \log(w + \varepsilon) = H - \sum w \log(1 + \varepsilon/w) \ge H - n\varepsilon",
     rule="Core: within n·1e-12 of the entropy, ln n when uniform, 0 when one-hot. Beyond: finite in float16.",
 )
 def measure(sampler):

@@ -24,7 +24,7 @@ def mean(layer, name):
 @claim(
     statement="What do layers and heads of a trained model do: sharp, diffuse, local, sink? Put as a claim: the first "
     "layer looks wide and flat, the next sharper and nearer, and sinks form.",
-    derivation=[r"H/\ln n, \quad \textstyle\sum_j \bar p_j |i - j|, \quad \bar p_{\text{first}}"],
+    derivation=r"H/\ln n, \quad \textstyle\sum_j \bar p_j |i - j|, \quad \bar p_{\text{first}}",
     rule="Core: entropy / ln n must be larger in the first layer than in the second at d_k = 16 and 64, and distance "
     f"at d_k = 16 (95 % intervals over seeds). Beyond: some head must give its first key more than {SINK} of its mass.",
 )

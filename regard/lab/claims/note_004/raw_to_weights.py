@@ -12,7 +12,7 @@ CLAIMED = [[0.42, 0.08, 0.02, 0.48], [0.34, 0.04, 0.68, 0.06]]
 @claim(
     statement="The scores (2.1, 0.5, −1.2, 3.0) and (1.8, −0.3, 2.5, 0.1) become (0.42, 0.08, 0.02, 0.48) and (0.34, "
     "0.04, 0.68, 0.06).",
-    derivation=[r"w_1/w_4 = e^{2.1 - 3.0} = 0.41, \text{ printed } 0.42/0.48 = 0.88"],
+    derivation=r"w_1/w_4 = e^{2.1 - 3.0} = 0.41, \text{ printed } 0.42/0.48 = 0.88",
     rule="Holds if every weight agrees to half a unit of its last digit.",
 )
 def measure(sampler):

@@ -14,7 +14,7 @@ def naive(s):
 
 @claim(
     statement="relu(s)/Σ relu(s) is a usable weight.",
-    derivation=[r"\sum_i [s_i]_+ = 0 \text{ when every } s_i \le 0: \quad P = 2^{-n} \text{ for symmetric scores}"],
+    derivation=r"\sum_i [s_i]_+ = 0 \text{ when every } s_i \le 0: \quad P = 2^{-n} \text{ for symmetric scores}",
     rule="Core: where a score is positive the weights sum to 1. Beyond: no row may be NaN.",
 )
 def measure(sampler):

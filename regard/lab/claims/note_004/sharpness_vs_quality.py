@@ -18,13 +18,7 @@ GROUPS = {
     "entmax, sparsemax": ("entmax", "entmax15", "sparsemax"),
     "relu, sigmoid, softpick": ("relu", "sigmoid", "softpick"),
 }
-
-
 AS_SHARP = 0.02  # apart, of a sharpness between 0 and 1
-
-
-def is_counted(record):
-    return not record["diverged"] and record["variant"] != "softmax"
 
 
 def point(entry):
@@ -41,13 +35,14 @@ def rank_correlation(x, y):
 @claim(
     statement="How does attention sharpness relate to model quality? Put as a claim: the sharper a model attends, the "
     "lower its loss.",
-    derivation=[r"\text{sharpness} = 1 - H/\ln n, \quad \rho = \text{rank correlation with the loss}"],
+    derivation=r"\text{sharpness} = 1 - H/\ln n, \quad \rho = \text{rank correlation with the loss}",
     rule="Core: within a run, over its checkpoints, sharper must go with a lower loss (mean rank correlation < 0), and "
     "a model flattened by the scale 1/d must be worse than 1/√d. Beyond: one sharpened by no scale must be better. 95 "
     "% intervals over runs and seeds.",
 )
 def measure(sampler):
-    records = [r for name in SOURCES for r in training.shipped(name)["records"] if is_counted(r)]
+    records = [r for name in SOURCES for r in training.shipped(name)["records"]]
+    records = [r for r in records if not r["diverged"] and r["variant"] != "softmax"]
     within = estimate([float(rank_correlation(*zip(*map(point, r["history"]), strict=True))) for r in records])
     runs: dict[str, list] = {}
     for r in records:

@@ -8,8 +8,8 @@ from regard.lab.claim import Figure, above, below, claim, conclude, gap, mean, n
 ALPHAS = [1.0, 1.1, 1.25, 1.5, 1.75, 2.0]
 
 
-def support(z, alpha):
-    return (regard.entmax(z, alpha) > 0).double().sum(-1)
+def mean_support(weights):
+    return float((weights > 0).double().sum(-1).mean())
 
 
 @claim(
@@ -24,8 +24,8 @@ def measure(sampler):
     z = sampler.normal(1000, 16).double()
     zeros = (regard.sparsemax(z) == 0).double().mean(-1)
     flat = z / (z.amax(-1, keepdim=True) - z.amin(-1, keepdim=True)) / 20  # Σ(z − min z) < 1
-    kept = [float(support(z, alpha).mean()) for alpha in ALPHAS]
-    sparsest = {"sparsemax": float((regard.sparsemax(z) > 0).double().sum(-1).mean())}
+    kept = [mean_support(regard.entmax(z, alpha)) for alpha in ALPHAS]
+    sparsest = {"sparsemax": mean_support(regard.sparsemax(z))}
     series, ends = {"entmax": (ALPHAS, kept)}, f"from {kept[0]:.1f} at α = {ALPHAS[0]:g} to {kept[-1]:.1f}"
     return conclude(
         above("mean share of exact zeros, 16 normal scores", 0.5, mean(zeros)),

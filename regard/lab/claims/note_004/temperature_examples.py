@@ -20,7 +20,7 @@ def unevenness(scores, t):
 
 @claim(
     statement="τ = 0.1 is near one-hot, τ = 10 near uniform.",
-    derivation=[r"w_i/w_j = e^{(z_i - z_j)/\tau}: \text{ only the gap over } \tau \text{ matters}"],
+    derivation=r"w_i/w_j = e^{(z_i - z_j)/\tau}: \text{ only the gap over } \tau \text{ matters}",
     rule="Core: true for the note's two rows of scores. Beyond: true whatever the size of the scores.",
 )
 def measure(sampler):

@@ -5,6 +5,7 @@ highest priority. The model is that of arXiv 2410.01104: items through an MLP, o
 answer. The more items, the closer the second best: at n items some 1/n of a priority apart.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -215,10 +216,9 @@ def table_by_variant(result: dict) -> Table:
     return accuracy_table(result, {name: (name, "own") for name in result["summary"]}, {})
 
 
-def figures_by_variant(result: dict) -> dict[str, Figure]:
+def figures_by_variant(result: dict, shown: Sequence[str] = SHOWN) -> dict[str, Figure]:
     """Draw % correct of the variants against the number of items."""
-    shown = [name for name in SHOWN if name in result["summary"]]
-    return {"length": accuracy_figure({name: curve(result, name, "own") for name in shown})}
+    return {"length": accuracy_figure({n: curve(result, n, "own") for n in shown if n in result["summary"]})}
 
 
 trained = Experiment(

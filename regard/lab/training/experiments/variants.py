@@ -6,6 +6,8 @@ words. The large model reads bytes, 100 million of them, in one run per variant:
 intervals are over the validation windows, which two runs share.
 """
 
+from functools import partial
+
 from regard.lab.training import comparison
 from regard.lab.training.experiment import Experiment, Preset
 from regard.lab.training.trials.attention import compared
@@ -18,8 +20,9 @@ TOKENS = 100_000_000
 BATCH = 64
 QUIET = dict(readings=False)  # an evaluation measures the loss alone
 DENSE = ("stick-breaking",)  # no fused kernel: too slow at the long length
+Compared = partial(Experiment, figures=comparison.figures, table=comparison.table)
 
-character = Experiment(
+character = Compared(
     name="variants",
     question="Which kind of attention learns a character model best at equal parameters and tokens?",
     variants=compared(LENGTH),
@@ -32,11 +35,9 @@ character = Experiment(
             1000, 500, dict(layers=2, heads=4, width=256, length=LENGTH, batch=32, validation=65_536, readings=False), 5
         ),
     },
-    figures=comparison.figures,
-    table=comparison.table,
 )
 
-translation = Experiment(
+translation = Compared(
     name="variants-translation",
     question="Which kind of attention translates best at equal parameters and tokens?",
     variants=compared(keys=16),
@@ -51,11 +52,9 @@ translation = Experiment(
     },
     reads="folder",
     metric="bleu",
-    figures=comparison.figures,
-    table=comparison.table,
 )
 
-large = Experiment(
+large = Compared(
     name="variants-large",
     question="Do the best of the small models stay ahead at 30 million parameters and 100 million tokens?",
     variants=compared(LONG, but=DENSE),
@@ -71,6 +70,4 @@ large = Experiment(
             seeds=1,
         ),
     },
-    figures=comparison.figures,
-    table=comparison.table,
 )

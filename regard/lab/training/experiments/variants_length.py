@@ -3,11 +3,11 @@
 The task and the model are those of `retrieval`. There are no positions: the order of items means nothing.
 """
 
-from regard.lab.estimate import Estimate
-from regard.lab.figure import Figure
+from functools import partial
+
 from regard.lab.training.comparison import BASE, compare
 from regard.lab.training.experiment import Experiment, Preset
-from regard.lab.training.experiments.retrieval import RetrievalTrial, accuracy_figure, accuracy_table, curve
+from regard.lab.training.experiments.retrieval import RetrievalTrial, accuracy_table, figures_by_variant
 from regard.lab.training.results import plus_minus
 from regard.lab.training.trials.attention import compared
 from regard.table import Table
@@ -24,20 +24,13 @@ def table(result: dict) -> Table:
     tests = sorted(int(name.split("@")[1]) for name in result["summary"][BASE] if name.startswith("own@"))
     differences: dict[str, dict[int, str]] = {}
     for n in tests:
-        for name, difference in compare(result, f"own@{n}").items():
-            differences.setdefault(f"{name} − {BASE}", {})[n] = format_points(difference)
+        for name, x in compare(result, f"own@{n}").items():
+            text = f"{x.value:+.1f}" if x.low == x.high else plus_minus(x)  # without a spread, the number alone
+            differences.setdefault(f"{name} − {BASE}", {})[n] = text
     return accuracy_table(result, {name: (name, "own") for name in result["summary"]}, differences)
 
 
-def format_points(difference: Estimate) -> str:
-    """Return a difference of percentages; without a spread, the number alone."""
-    return f"{difference.value:+.1f}" if difference.low == difference.high else plus_minus(difference)
-
-
-def figures(result: dict) -> dict[str, Figure]:
-    """Draw % correct against the number of items."""
-    return {"length": accuracy_figure({n: curve(result, n, "own") for n in SHOWN if n in result["summary"]})}
-
+figures = partial(figures_by_variant, shown=SHOWN)
 
 experiment = Experiment(
     name="variants-length",

@@ -1,11 +1,4 @@
-"""`LanguageModel`, a character language model with configurable attention, and `LanguageTrial`.
-
->>> from regard.lab.training.trials.language import LanguageModel
->>> model = LanguageModel(layers=1, heads=2, width=16, length=8, attention={"normalizer": "entmax15"})
->>> logits, stats = model(torch.zeros(3, 8, dtype=torch.int64), stats=("entropy",))
->>> logits.shape, stats[0].entropy.shape
-(torch.Size([3, 8, 97]), torch.Size([3, 2, 8]))
-"""
+"""`LanguageModel`, a character language model with configurable attention, and `LanguageTrial`."""
 
 from __future__ import annotations
 

@@ -50,11 +50,6 @@ class RankError(RuntimeError):
         self.rank, self.step = rank, step
 
 
-def is_lost_contact(error: RuntimeError) -> bool:
-    """True if an error of torch.distributed says that another rank is gone or does not answer."""
-    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in LOST)
-
-
 @dataclass
 class RankGroup:
     """One process's view of a process group. Ranks are counted within the group."""
@@ -169,7 +164,8 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, RankError) or not is_lost_contact(error):
+            is_lost = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in LOST)
+            if isinstance(error, RankError) or not is_lost:
                 raise
             whom = "another rank" if peer is None else f"rank {peer}"
             cause = str(error).strip().splitlines()[0]

@@ -41,13 +41,6 @@ def attention(
 ) -> tuple[Tensor, statistics.Statistics]:
     """Return o_i = Σ_j p_ij·v_j with p_i = normaliser((cap(w·tanh(q_i + k_j)) + bias_ij) / T), and statistics.
 
-    >>> import torch
-    >>> from regard.nn.additive import attention
-    >>> q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
-    >>> out, stats = attention(q, k, v, torch.ones(2, 4), is_causal=True, wanted=("support",))
-    >>> stats.support[0, 0]
-    tensor([1., 2., 3., 4., 5.])
-
     Blocks are recomputed in backward.
     """
     batch, heads, queries = q.shape[:3]

@@ -208,13 +208,9 @@ class MultiheadAttention(nn.Module):
         q = self._split_heads(self.q_proj(query), self.num_heads)
         k = self._split_heads(self.k_proj(key), self.kv_heads)
         v = self._split_heads(self.v_proj(value), self.kv_heads)
-        past = 0
-        if cache is not None and not isinstance(cache, bool):
-            cache = Cache(*validation.check_cache(cache, (k.shape[0], self.kv_heads, "N", self.head_dim)))
-            past = cache.k.shape[2]
-            k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
+        k, v, past = validation.join_cache(cache, k, v)
         is_causal = check_flag(is_causal, "is_causal")
-        log_gates = self._log_gates(query, key, is_causal, cache if past else None)
+        log_gates = self._log_gates(query, key, is_causal, Cache(*cache) if past and isinstance(cache, tuple) else None)
         queries, keys = q.shape[2], k.shape[2]
         if cu_seqlens is not None:
             validation.check_packed(q.shape[0], attn_mask, key_lengths, cache)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,11 +23,11 @@ class Rows(NamedTuple):
     def __call__(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         if torch.compiler.is_compiling():  # captures do not run there
             return self.measure(names)
-        before, _measuring.now = _measuring.now, True
+        before = _measuring.set(True)
         try:
             return self.measure(names)
         finally:
-            _measuring.now = before
+            _measuring.reset(before)
 
 
 def check_sizes(**sizes: int) -> None:
@@ -47,16 +47,12 @@ def check_queries(policy: object, q: Tensor, weight: Tensor) -> None:
         )
 
 
-class _Measuring(threading.local):
-    now = False
-
-
-_measuring = _Measuring()
+_measuring = ContextVar("measuring", default=False)
 
 
 def is_measuring() -> bool:
     """True during a policy's own measuring pass in this thread, whose weights the model does not use."""
-    return _measuring.now
+    return _measuring.get()
 
 
 def visible_keys(problem: Problem) -> Tensor:

@@ -58,11 +58,16 @@ class AttentionOptions(NamedTuple):
     backend: str | None = None
 
 
+def _check_float(x: Any, name: str, what: str) -> None:
+    """Raise unless x is `what`, and dense."""
+    if not isinstance(x, Tensor) or not is_float(x):
+        raise TypeError(f"{name} must be {what}, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    check_dense(x, name)
+
+
 def check_scale_tensor(scale: Tensor, heads: int, q: Tensor) -> Tensor:
     """Return a tensor scale as [H, 1, 1] or [], in float32 or wider."""
-    check_dense(scale, "scale")
-    if not is_float(scale):
-        raise TypeError(f"scale must be a number or a tensor of float16 or wider, got {scale.dtype}")
+    _check_float(scale, "scale", "a number or a tensor of float16 or wider")
     if scale.ndim > 2 and scale.shape[-2:] == (1, 1) and scale.numel() == scale.shape[-3]:  # as it broadcasts over q·kᵀ
         scale = scale.reshape(-1)
     if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] not in (1, heads)):
@@ -121,9 +126,7 @@ def check_temperature(
             raise ValueError(f"temperature must be positive and finite in attention, got {temperature!r}")
         check_range(temperature, "temperature")
         return float(temperature), None
-    check_dense(temperature, "temperature")
-    if not is_float(temperature):
-        raise TypeError(f"temperature must be a number or a tensor of float16 or wider, got {temperature.dtype}")
+    _check_float(temperature, "temperature", "a number or a tensor of float16 or wider")
     if readable(temperature):
         values = temperature.detach()
         if not bool((((values > 0) & (values < math.inf)) | (values.isnan() & is_learned)).all()):
@@ -245,10 +248,7 @@ def check_sink(sink, choice: Choice, heads: int, lead, batch: int, queries: int,
         if not is_finite(sink) and isinstance(sink, numbers.Rational):
             raise ValueError("sink must be a number that float64 can hold, got one beyond it")
         sink = q.new_tensor([float(sink)], dtype=accumulator(q.dtype))
-    if not isinstance(sink, Tensor) or not is_float(sink):
-        kind = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
-        raise TypeError(f"sink must be a number or a tensor of float16 or wider, one logit per head, got {kind}")
-    check_dense(sink, "sink")
+    _check_float(sink, "sink", "a number or a tensor of float16 or wider, one logit per head")
     if not choice.softmax_family:
         raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
     wide = sink.to(q.device, accumulator(q.dtype))
@@ -263,10 +263,7 @@ def check_gate(gate: Any, rows: tuple[int, ...], width: int, q: Tensor) -> Tenso
     """Return the gate's logits, which broadcast to rows (…, H, M), one per head, or to (…, H, M, E)."""
     if gate is None:
         return None
-    if not isinstance(gate, Tensor) or not is_float(gate):
-        kind = gate.dtype if isinstance(gate, Tensor) else type(gate).__name__
-        raise TypeError(f"gate must be a tensor of float16 or wider, logits before the sigmoid, got {kind}")
-    check_dense(gate, "gate")
+    _check_float(gate, "gate", "a tensor of float16 or wider, logits before the sigmoid")
     if gate.device != q.device:
         raise ValueError(f"gate must be on q's device {q.device}, got {gate.device}")
     per_head = gate.ndim == len(rows) or (gate.ndim > len(rows) and gate.shape[-1] == 1)

@@ -31,19 +31,9 @@ from regard._core.rows.losses import (
 )
 
 __all__ = [
-    "Entmax15Loss",
-    "EntmaxBisectLoss",
-    "FenchelYoungLoss",
-    "SoftmaxLoss",
-    "SparsemaxLoss",
-    "entmax15_loss",
-    "entmax_bisect_loss",
-    "entropy_penalty",
-    "fenchel_young_loss",
-    "softmax_loss",
-    "sparsemax_loss",
-    "z_loss",
-]
+    "Entmax15Loss", "EntmaxBisectLoss", "FenchelYoungLoss", "SoftmaxLoss", "SparsemaxLoss", "entmax15_loss",
+    "entmax_bisect_loss", "entropy_penalty", "fenchel_young_loss", "softmax_loss", "sparsemax_loss", "z_loss",
+]  # fmt: skip
 
 
 def fenchel_young_loss(

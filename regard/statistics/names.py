@@ -12,21 +12,9 @@ from torch.utils._pytree import register_pytree_node
 from regard.normalizers import Choice
 
 NAMES = (
-    "visible_keys",
-    "max_logit",
-    "mean_logit",
-    "logit_variance",
-    "logsumexp",
-    "mass",
-    "entropy",
-    "effective_keys",
-    "participation",
-    "max_weight",
-    "support",
-    "distance",
-    "first_key_mass",
-    "gradient_gain",
-)
+    "visible_keys", "max_logit", "mean_logit", "logit_variance", "logsumexp", "mass", "entropy", "effective_keys",
+    "participation", "max_weight", "support", "distance", "first_key_mass", "gradient_gain",
+)  # fmt: skip
 ON_REQUEST = ("top_key",)  # by name only: the reference computes them, no fused kernel does
 DIFFERENTIABLE = ("logit_variance", "logsumexp", "entropy")  # of the softmax family
 

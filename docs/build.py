@@ -91,8 +91,8 @@ programs; `--seed 7` draws other numbers and gives the same verdicts.
 
 ## Add one
 
-A claim is one file `regard/lab/claims/my_claim.py` that defines `measure(sampler)` under `@claim(…)`, which names the
-statement, its derivation in LaTeX and the rule in words. `measure` returns a `Finding`, a list of checks.
+A claim is one file `regard/lab/claims/note_001/my_claim.py` that defines `measure(sampler)` under `@claim(…)`, which
+names the statement, its derivation in LaTeX and the rule in words. `measure` returns a `Finding`, a list of checks.
 Checks of the claim itself decide between right and wrong; those marked `.beyond()` lie outside the condition that the
 finding names, and those marked `.ours()` compare our own derivation with the measurement. Nothing else needs an edit.
 """

@@ -10,7 +10,6 @@ torch.Size([1, 2, 16])
 from regard import bias, masks, nn, normalizers, reference, statistics, temperature
 from regard._core.attention import attention, attention_path
 from regard._core.mask.varlen import attention_varlen
-from regard._core.qk_norm import qk_norm
 from regard._core.rows.functions import (
     entmax,
     entmax15,
@@ -28,6 +27,7 @@ from regard._core.rows.functions import (
 )
 from regard._core.rows.jacobian import jacobian, vjp
 from regard._core.rows.online_softmax import OnlineSoftmax
+from regard._core.rows.qk_norm import qk_norm
 from regard.mask import Mask
 from regard.score_function import ScoreFunction
 
@@ -56,42 +56,9 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Mask",
-    "Monitor",
-    "OnlineSoftmax",
-    "QKClip",
-    "ScoreFunction",
-    "attention",
-    "attention_path",
-    "attention_varlen",
-    "bias",
-    "compare",
-    "entmax",
-    "entmax15",
-    "examine",
-    "gumbel_softmax",
-    "jacobian",
-    "log_softmax",
-    "logsumexp",
-    "look",
-    "losses",
-    "masks",
-    "nn",
-    "normalize",
-    "normalizers",
-    "parallel",
-    "qk_clip",
-    "qk_norm",
-    "reference",
-    "relu_norm",
-    "sigmoid_norm",
-    "softmax",
-    "softmax1",
-    "softmax_backward",
-    "softpick",
-    "sparsemax",
-    "statistics",
-    "temperature",
-    "using",
-    "vjp",
-]
+    "Mask", "Monitor", "OnlineSoftmax", "QKClip", "ScoreFunction", "attention", "attention_path", "attention_varlen",
+    "bias", "compare", "entmax", "entmax15", "examine", "gumbel_softmax", "jacobian", "log_softmax", "logsumexp",
+    "look", "losses", "masks", "nn", "normalize", "normalizers", "parallel", "qk_clip", "qk_norm", "reference",
+    "relu_norm", "sigmoid_norm", "softmax", "softmax1", "softmax_backward", "softpick", "sparsemax", "statistics",
+    "temperature", "using", "vjp",
+]  # fmt: skip

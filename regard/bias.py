@@ -46,9 +46,9 @@ class Bias:
         from regard.masks import spread_relative
 
         key, row, relative = self.terms(q, keys)
-        parts = [key, None if row is None else row[..., None]]
-        parts.append(None if relative is None else spread_relative(relative, q.shape[2], keys))
-        given = [x for x in parts if x is not None]
+        row = None if row is None else row[..., None]
+        relative = None if relative is None else spread_relative(relative, q.shape[2], keys)
+        given = [x for x in (key, row, relative) if x is not None]
         return torch.stack(torch.broadcast_tensors(*given)).sum(0) if len(given) > 1 else given[0]
 
 

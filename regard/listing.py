@@ -13,24 +13,18 @@ import json
 from regard import normalizers
 from regard.table import Table
 
+FIELDS = ("name", "formula", "sums_to", "sparse", "family", "parameter", "fused", "use_when", "paper")
+
 
 def rows() -> dict[str, dict]:
-    """Return name → formula, sums_to, sparse, family, parameter, fused, use_when, paper."""
+    """Return name → the `FIELDS` of its record."""
     listed = {}
     for name in normalizers.names():
         member = normalizers.get(name).normalizer
-        parameter = member.parameter and {"name": member.parameter.name, "default": member.parameter.default}
-        listed[name] = dict(
-            name=name,
-            formula=member.formula,
-            sums_to=member.sums_to,
-            sparse=member.sparse,
-            family=member.family or "reference only",
-            parameter=parameter,
-            fused=member.fused,
-            use_when=member.use_when,
-            paper=member.paper,
-        )
+        listed[name] = {field: getattr(member, field) for field in FIELDS}
+        listed[name]["family"] = member.family or "reference only"
+        if member.parameter:
+            listed[name]["parameter"] = {"name": member.parameter.name, "default": member.parameter.default}
     return listed
 
 

@@ -31,19 +31,9 @@ from regard._core.rows.losses import (
 )
 
 __all__ = [
-    "Entmax15Loss",
-    "EntmaxBisectLoss",
-    "FenchelYoungLoss",
-    "SoftmaxLoss",
-    "SparsemaxLoss",
-    "entmax15_loss",
-    "entmax_bisect_loss",
-    "entropy_penalty",
-    "fenchel_young_loss",
-    "softmax_loss",
-    "sparsemax_loss",
-    "z_loss",
-]
+    "Entmax15Loss", "EntmaxBisectLoss", "FenchelYoungLoss", "SoftmaxLoss", "SparsemaxLoss", "entmax15_loss",
+    "entmax_bisect_loss", "entropy_penalty", "fenchel_young_loss", "softmax_loss", "sparsemax_loss", "z_loss",
+]  # fmt: skip
 
 
 def fenchel_young_loss(
@@ -121,12 +111,7 @@ def entmax15_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, r
 
 
 def entmax_bisect_loss(
-    logits: Tensor,
-    target: Tensor,
-    alpha: float | Tensor = 1.5,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "none",
+    logits: Tensor, target: Tensor, alpha: float | Tensor = 1.5, *, ignore_index: int = -100, reduction: str = "none"
 ) -> Tensor:
     """p·z + H_α(p) − z_y with p = entmax_α(z); 0 once z_y is 1/(α − 1) above all others.
 

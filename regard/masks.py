@@ -156,9 +156,6 @@ def interval(lo: Tensor, hi: Tensor, keys: int) -> Tensor:
     >>> interval(torch.tensor([0, 1]), torch.tensor([1, 3]), 3)
     tensor([[ True, False, False],
             [False,  True,  True]])
-
-    Returns:
-        A bool mask, True where a key is visible.
     """
     j = torch.arange(keys, device=lo.device)
     return (j >= lo[..., None]) & (j < hi[..., None])

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard import masks, normalizers, statistics
-from regard._core import philox
+from regard._backends import philox
 from regard._core.dtypes import reference_dtype, widen
 from regard._core.mask.attn_mask import find_positions, split_attn_mask
 from regard._core.problem import Problem

@@ -218,11 +218,7 @@ class ScoreFunction:
 
 
 def find(key: str) -> ScoreFunction:
-    """Return the function with this key, made in this process.
-
-    Raises:
-        LookupError: No such function was made; a graph that was saved needs the file that makes it.
-    """
+    """Return the function with this key, made in this process: a saved graph needs the file that makes it."""
     if key not in _made:
         raise LookupError(f"score_mod {key} is not known in this process; make its regard.ScoreFunction first")
     return _made[key]
@@ -238,11 +234,7 @@ def _import(module: str, name: str) -> Any:
 
 
 def _find_path(function: Any, name: str) -> tuple[str, str]:
-    """Return the (module, name) that a function can be imported by.
-
-    Raises:
-        TypeError: There is none, as of a function inside another.
-    """
+    """Return the (module, name) that a function can be imported by; one inside another function has none."""
     body = plain(function)
     path = body.__module__, body.__qualname__
     try:

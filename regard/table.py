@@ -78,10 +78,6 @@ class Table:
             justify: Literal["left", "right"] = "right" if column in self.numbers else "left"
             drawn.add_column(Text(column), justify=justify, style="bold" if index == 0 else "", overflow="fold")
         for row in self.rows:
-            drawn.add_row(*(Text(cell, style=_colour(cell)) for cell in row))
+            colours = ([colour for mark, colour in MARKS.items() if mark in cell] for cell in row)
+            drawn.add_row(*(Text(cell, style=(own or [""])[-1]) for cell, own in zip(row, colours, strict=True)))
         Console(file=file).print(drawn)
-
-
-def _colour(cell: str) -> str:
-    worst = [colour for mark, colour in MARKS.items() if mark in cell]
-    return worst[-1] if worst else ""

@@ -23,7 +23,7 @@ LAYERS = [
         "regard.temperature",
         "regard._core.mask.attn_mask",
         "regard._core.device",
-        "regard._core.philox",
+        "regard._backends.philox",
         "regard._core.dtypes",
         "regard._core.problem",
     ],

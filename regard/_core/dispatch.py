@@ -125,17 +125,15 @@ def why_not_carried(problem: Problem) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile"
     q = problem.q
-    for given, what in (
+    obstacles = (
         (is_within_vmap(), "vmap"),
         (problem.stats, "statistics"),
         (problem.theta is not None, "a parameter per head"),
         (problem.score is not None, "a score function"),
         (not (q.is_cuda or q.device.type == "cpu"), f"device {q.device.type!r}"),
         (torch._C._len_torch_dispatch_stack() or type(q) not in PLAIN, "a tensor subclass or a mode"),
-    ):
-        if given:
-            return what
-    return find_gpu_obstacle(problem)
+    )
+    return next((what for given, what in obstacles if given), None) or find_gpu_obstacle(problem)
 
 
 def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
@@ -143,7 +141,7 @@ def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
     if problem.choice.name != "softmax":
         return f"normalizer {problem.choice.spec!r}"
     masked = problem.mask is not None or problem.bias is not None
-    for given, what in (
+    obstacles = (
         (problem.q.shape[1] == 0, "no heads"),  # torch 2.11 ends the process
         (problem.stats, "statistics"),
         (problem.softcap, "a soft cap"),
@@ -160,10 +158,8 @@ def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
         (problem.scale <= 0 and problem.causal, "a scale that is not positive beside causal order"),  # NaN on a CPU
         (problem.key_lengths is not None and problem.bias is not None, "key lengths beside a bias"),
         (_is_wider(problem.bias, problem.q), "a bias of more digits than the queries"),
-    ):
-        if given:
-            return what
-    return None
+    )
+    return next((what for given, what in obstacles if given), None)
 
 
 def _is_wider(bias: Tensor | None, q: Tensor) -> bool:

@@ -20,21 +20,16 @@ from regard._core.device import has_bulk_copies
 from regard._core.dispatch import PLAIN, REQUESTED, TRANSFORM, has_transform, unfused_error, why_not_carried
 from regard._core.gate import apply_gate
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
+from regard._core.options import check_policy_result
 from regard._core.prepare import Call
 from regard._core.problem import Problem
 from regard._core.readable import is_mapped
 from regard._core.rows.execute import is_transformed
-from regard._core.validation import check_policy_result
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 
 MOVED = ("max_logit", "mean_logit", "logsumexp")  # by a number that is added to every score of a row
-HOPPER_ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+HOPPER_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def execute(call: Call) -> Tensor | tuple[Tensor, Statistics]:

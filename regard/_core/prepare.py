@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,31 +13,33 @@ from regard import normalizers, statistics
 from regard._core.dispatch import Path, choose
 from regard._core.dtypes import accumulator
 from regard._core.mask.attn_mask import split_attn_mask
-from regard._core.mask.visible import Visible, check_order, find_ahead, resolve_mask
-from regard._core.options import AttentionOptions
-from regard._core.problem import Problem
-from regard._core.readable import readable
-from regard._core.rows.validation import check_flag
-from regard._core.validation import (
-    broadcast_leading,
-    cast_for_autocast,
-    check_dropout,
-    check_gate,
+from regard._core.mask.visible import (
+    Visible,
     check_key_lengths,
     check_mask,
+    check_order,
+    check_window,
+    find_ahead,
+    resolve_mask,
+)
+from regard._core.options import (
+    AttentionOptions,
+    check_dropout,
+    check_gate,
     check_scale_tensor,
     check_score_mod,
     check_sink,
     check_softcap,
     check_temperature,
-    check_tensors,
     check_theta,
-    check_window,
     divide_scale,
     split_policy,
     split_scale,
     void_outside_kernels,
 )
+from regard._core.problem import Problem
+from regard._core.readable import readable
+from regard._core.rows.validation import check_flag, check_scores, is_autocast
 from regard.scores import resolve_scale
 from regard.temperature.rows import visible_keys
 
@@ -161,3 +164,62 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         problem.theta = theta.expand(problem.q.shape[:3])
     optional = interval, row_bias, relative, theta, score_params, gate, row_shift
     return Call(problem, bias, mask, temperature, sink, policy, unscaled, wanted, lead, dtype, path, *optional)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v are float tensors of one device and dtype whose sizes fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_scores(x, name)
+        if x.ndim < 2:
+            raise ValueError(f"{name} must have at least 2 dims (…, length, head_dim), got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device, got {q.device} for q and {x.device} for {name}")
+        if x.dtype != q.dtype and not (is_autocast(q) and torch.float64 not in (x.dtype, q.dtype)):  # which it leaves
+            raise TypeError(f"q, k and v must have one dtype, got {q.dtype} for q and {x.dtype} for {name}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have the same head_dim, got {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"k and v must have the same length, got {k.shape[-2]} and {v.shape[-2]}")
+
+
+def cast_for_autocast(*tensors: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Cast tensors to autocast's dtype where it is on for `like`, as torch's sdpa does; float64 and bool stay."""
+    like = like if like is not None else tensors[0]
+    if not is_autocast(like):
+        return tensors
+    dtype = torch.get_autocast_dtype(like.device.type)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return tuple(map(cast, tensors))
+
+
+def broadcast_leading(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, by_entry: bool, sink):
+    """Broadcast the leading dims of q, k and v: ((…, H), B, H, G), the heads last; `by_entry`: lengths are given."""
+    if q.ndim == 2:
+        return (), 1, 1, 1
+    heads, kv_heads = q.shape[-3], k.shape[-3]
+    if v.shape[-3] != kv_heads:
+        if enable_gqa or 1 not in (kv_heads, v.shape[-3]):
+            raise ValueError(f"k and v must have the same number of heads, got {kv_heads} and {v.shape[-3]}")
+        kv_heads = kv_heads * v.shape[-3]
+    if enable_gqa:
+        if kv_heads == 0 or heads % kv_heads:
+            raise ValueError(f"the heads of q ({heads}) must be a multiple of those of k and v ({kv_heads})")
+    elif heads != kv_heads and 1 not in (heads, kv_heads):
+        hint = "; pass enable_gqa=True for grouped queries" if kv_heads and heads % kv_heads == 0 else ""
+        raise ValueError(f"q has {heads} heads and k has {kv_heads}: they do not fit{hint}")
+    if not enable_gqa:
+        heads = max(heads, kv_heads) if 0 not in (heads, kv_heads) else 0
+        kv_heads = heads
+    try:
+        outer = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except RuntimeError:
+        raise ValueError(
+            f"the leading dims of q, k and v must broadcast, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        ) from None
+    lead = (*outer, heads)
+    if q.ndim == 3 and by_entry and sink is None and not enable_gqa:
+        return lead, heads, 1, 1  # (N, L, D): torch's N is a batch, which key_lengths counts
+    return lead, math.prod(outer), heads, kv_heads

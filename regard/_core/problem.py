@@ -111,34 +111,12 @@ class Problem:
         rows = q.shape[:3]
         full = (*rows, k.shape[2])
         return Problem(  # `replace` would take three times as long
-            q,
-            k,
-            v,
-            self.choice,
-            self.scale,
-            self.softcap,
-            None if bias is None else bias.expand(full),
-            None if mask is None else mask.expand(full),
-            None if temperature is None else temperature.expand(rows),
-            None if sink is None else sink.expand(rows),
-            key_lengths,
-            self.causal,
-            self.left,
-            self.right,
-            self.dropout_p,
-            seed,
-            self.stats,
-            self.first_query,
-            self.first_key,
-            self.queries,
-            self.kind,
-            None if interval is None else interval.expand(3, *rows),
-            None if row_bias is None else row_bias.expand(rows),
-            None if relative is None else relative.expand(rows[1], -1),
-            None if theta is None else theta.expand(rows),
-            self.score,
-            score_params,
-        )
+            q, k, v, self.choice, self.scale, self.softcap, _expand(bias, full), _expand(mask, full),
+            _expand(temperature, rows), _expand(sink, rows), key_lengths, self.causal, self.left, self.right,
+            self.dropout_p, seed, self.stats, self.first_query, self.first_key, self.queries, self.kind,
+            _expand(interval, (3, *rows)), _expand(row_bias, rows), _expand(relative, (rows[1], -1)),
+            _expand(theta, rows), self.score, score_params,
+        )  # fmt: skip
 
     def flatten(self) -> tuple:
         """The options as `regard::attention` takes them after its tensors: −1 and 0 stand for None."""
@@ -147,24 +125,18 @@ class Problem:
         return self.scale, self.softcap or 0.0, score, self.causal, left, right, self.dropout_p, spec, names
 
 
+def _expand(x: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    return None if x is None else x.expand(shape)
+
+
 def unflatten(tensors: Sequence[Tensor | None], options: Sequence) -> Problem:
     """The problem of what `Problem.flatten` gave and the tensors, not expanded."""
     scale, softcap, score, causal, left, right, dropout_p, normalizer, stats = options
     empty: Any = None
-    template = Problem(
-        q=empty,
-        k=empty,
-        v=empty,
-        choice=normalizers.get(normalizer),
-        scale=scale,
-        softcap=softcap or None,
-        score=score_function.find(score) if score else None,
-        causal=causal,
-        left=None if left < 0 else left,
-        right=None if right < 0 else right,
-        dropout_p=dropout_p,
-        stats=tuple(stats.split(",")) if stats else (),
-    )
+    template = Problem(empty, empty, empty, normalizers.get(normalizer), scale, softcap or None, dropout_p=dropout_p)
+    template.causal, template.left, template.right = causal, *(None if side < 0 else side for side in (left, right))
+    template.stats = tuple(stats.split(",")) if stats else ()
+    template.score = score_function.find(score) if score else None
     return template.with_tensors(tensors)
 
 

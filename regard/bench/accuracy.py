@@ -81,10 +81,7 @@ PARTS = {
 
 
 def measure(
-    device: str,
-    quick: bool = False,
-    dtypes: Sequence[torch.dtype] | None = None,
-    names: Sequence[str] | None = None,
+    device: str, quick: bool = False, dtypes: Sequence[torch.dtype] | None = None, names: Sequence[str] | None = None
 ) -> list[Entry]:
     """Measure every normaliser and statistic in every dtype over every kind of row."""
     dtypes = dtypes or (DTYPES if device == "cpu" else DTYPES[1:])

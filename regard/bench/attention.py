@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -40,35 +41,33 @@ def cases(device: str, quick: bool) -> list[Case]:
     return _cpu_cases(quick) if device == "cpu" else _gpu_cases(quick)
 
 
+def _case(what: str, prepare: Callable, shape: Shape, **options: Any) -> Case:
+    return Case(f"{what} {shape}", partial(prepare, shape=shape, **options))
+
+
 def _cpu_cases(quick: bool) -> list[Case]:
-    shape = Shape(1, 8, 2048, 64, causal=True)
-    on_cpu = dict(shape=shape, dtype=torch.float32, device="cpu")
+    shape, on_cpu = Shape(1, 8, 2048, 64, causal=True), dict(dtype=torch.float32, device="cpu")
     sparse = dict(**on_cpu, normalizer="entmax15")
     found = [
-        Case(f"softmax, no statistics, forward {shape}", partial(_forward, **on_cpu, stats=False)),
-        Case(f"softmax + all statistics, forward {shape}", partial(_forward, **on_cpu, dense=True)),
-        Case(f"softmax + all statistics, forward + backward {shape}", partial(_forward_backward, **on_cpu)),
-        Case(f"entmax15 + all statistics, forward {shape}", partial(_forward, **sparse)),
+        _case("softmax, no statistics, forward", _forward, shape, **on_cpu, stats=False),
+        _case("softmax + all statistics, forward", _forward, shape, **on_cpu, dense=True),
+        _case("softmax + all statistics, forward + backward", _forward_backward, shape, **on_cpu),
+        _case("entmax15 + all statistics, forward", _forward, shape, **sparse),
+        _case("entmax15 + all statistics, forward + backward", _forward_backward, shape, **sparse),
     ]
-    if not quick:
-        work = f"entmax15 + all statistics, forward + backward {shape}"
-        found.append(Case(work, partial(_forward_backward, **sparse)))
-    return found
+    return found[:-1] if quick else found
 
 
 def _gpu_cases(quick: bool) -> list[Case]:
-    found = []
+    found, on_gpu = [], dict(dtype=torch.bfloat16, device="cuda")
     for heads, dim in ((16, 128),) if quick else ((16, 128), (32, 64)):
         for causal in (True, False):
             shape = Shape(1, heads, 16384, dim, causal)
-            on_gpu = dict(shape=shape, dtype=torch.bfloat16, device="cuda")
-            found.append(Case(f"softmax + all statistics, forward {shape}", partial(_forward, **on_gpu)))
-            work = f"softmax + all statistics, forward + backward {shape}"
-            found.append(Case(work, partial(_forward_backward, **on_gpu)))
+            found.append(_case("softmax + all statistics, forward", _forward, shape, **on_gpu))
+            found.append(_case("softmax + all statistics, forward + backward", _forward_backward, shape, **on_gpu))
     for batch, heads, dim, causal in ((4, 16, 128, True), (4, 32, 64, True), (4, 16, 128, False)):
         shape = Shape(batch, heads, 4096, dim, causal)
-        on_gpu = dict(shape=shape, dtype=torch.bfloat16, device="cuda", normalizer="entmax15")
-        found.append(Case(f"entmax15, forward {shape}", partial(_forward, **on_gpu, stats=False)))
+        found.append(_case("entmax15, forward", _forward, shape, **on_gpu, normalizer="entmax15", stats=False))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import torch
@@ -11,37 +12,22 @@ from regard.bench.measure import Case
 
 ELEMENTS = 4096 * 1024  # on the CPU, at every row length
 GPU_BYTES = 1 << 30  # larger than a GPU's cache
+LENGTHS = {"cpu": (1024, 64, 32768), "cuda": (256, 1024, 8192, 65536)}
 
 
 def cases(device: str, quick: bool) -> list[Case]:
-    """Return the cases of a device."""
-    return _cpu_cases(quick) if device == "cpu" else _gpu_cases(quick)
-
-
-def _cpu_cases(quick: bool) -> list[Case]:
-    found = []
-    for n in (1024,) if quick else (1024, 64, 32768):
-        for name in _fused_names():
-            if n == 1024 or name in ("softmax", "sparsemax", "entmax15"):
-                shape = (ELEMENTS // n, n)
-                work = f"{name} forward {shape[0]} × {n}"
-                found.append(Case(work, partial(_forward, name, shape, torch.float32, "cpu")))
-    for name in _fused_names():
-        shape = (ELEMENTS // 1024, 1024)
-        prepare = partial(_backward, name, shape, torch.float32, "cpu")
-        found.append(Case(f"{name} backward {shape[0]} × 1024", prepare))
-    return found
-
-
-def _gpu_cases(quick: bool) -> list[Case]:
-    found = []
+    """Return the cases of a device; on the CPU backward, and most normalisers, have one row length."""
+    on_cpu, found = device == "cpu", []
     for direction, prepare in {"forward": _forward, "backward": _backward}.items():
-        for dtype in (torch.bfloat16, torch.float32):
-            for n in (1024,) if quick else (256, 1024, 8192, 65536):
-                for name in _fused_names():
-                    shape = (GPU_BYTES // dtype.itemsize // n, n)
-                    work = f"{name} {direction} {str(dtype).removeprefix('torch.')} {shape[0]} × {n}"
-                    found.append(Case(work, partial(prepare, name, shape, dtype, "cuda")))
+        lengths = (1024,) if quick or (on_cpu and direction == "backward") else LENGTHS[device]
+        for dtype in (torch.float32,) if on_cpu else (torch.bfloat16, torch.float32):
+            kind = "" if on_cpu else f"{str(dtype).removeprefix('torch.')} "
+            for n, name in itertools.product(lengths, _fused_names()):
+                if on_cpu and n != 1024 and name not in ("softmax", "sparsemax", "entmax15"):
+                    continue
+                shape = ((ELEMENTS if on_cpu else GPU_BYTES // dtype.itemsize) // n, n)
+                work = f"{name} {direction} {kind}{shape[0]} × {n}"
+                found.append(Case(work, partial(prepare, name, shape, dtype, device)))
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from regard import normalizers
-from regard._core.qk_norm import qk_norm
+from regard._core.rows.qk_norm import qk_norm
 from regard.health.capture.call import Call
 from regard.scores import SCALES
 from regard.temperature import SSMax

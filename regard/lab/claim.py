@@ -8,18 +8,13 @@ disagrees, and an interval across an edge is an error of the experiment (`Undeci
     wrong      the core disagrees
 
 Checks marked OURS compare our own derivation with the measurement, and fail the run if it is off.
-
->>> from regard.lab.claim import Finding, near
->>> finding = Finding([near("one and one", 3.0, 2.0, 0.5)], figure=None, right="one and one are two")
->>> finding.verdict
-'wrong'
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,8 +24,8 @@ from regard.lab.estimate import Estimate, difference, exact, exponent, mean, qua
 from regard.lab.figure import Figure
 
 __all__ = [  # all that a claim's file imports
-    "Estimate", "Figure", "above", "below", "claim", "conclude", "difference", "exact", "exponent", "mean", "near",
-    "quantile", "ratio", "share",
+    "Estimate", "Figure", "above", "bands", "below", "claim", "conclude", "difference", "exact", "exponent", "gap",
+    "listed", "mean", "near", "quantile", "ratio", "share",
 ]  # fmt: skip
 
 CORE, BEYOND, OURS = "core", "beyond", "ours"
@@ -102,6 +97,26 @@ def _estimate(measured: Measured) -> Estimate:
     return measured if isinstance(measured, Estimate) else exact(measured)
 
 
+def gap(a: Tensor, b: Tensor | float) -> float:
+    """Return the largest |a − b|."""
+    return float((a - b).abs().max())
+
+
+def bands(estimates: Sequence[Estimate]) -> tuple[list[float], ...]:
+    """Return (low, value, high) of the estimates, as a figure of bands takes them."""
+    return tuple([getattr(e, side) for e in estimates] for side in ("low", "value", "high"))
+
+
+def listed(template: str, *columns: Iterable) -> str:
+    """Return a text for each entry of the columns, with commas between them.
+
+    >>> from regard.lab.claim import listed
+    >>> listed("{:.1f} at d = {}", [0.25, 4.0], [16, 64])
+    '0.2 at d = 16, 4.0 at d = 64'
+    """
+    return ", ".join(template.format(*row) for row in zip(*columns, strict=True))
+
+
 @dataclass(frozen=True)
 class Finding:
     """The result of a claim's `measure`; the numbers of the first check appear in tables and JSON."""
@@ -118,9 +133,8 @@ class Finding:
         agreed: dict[str, list[bool]] = {CORE: [], BEYOND: [], OURS: []}
         for check in self.checks:
             agreed[check.role].append(check.agrees)
-        if not all(agreed[OURS]):
-            missed = next(check for check in self.checks if check.role == OURS and not check.agrees)
-            raise Undecided(f"our own derivation is off: {missed.what}: {missed.allowed}, measured {missed.measured}")
+            if check.role == OURS and not check.agrees:
+                raise Undecided(f"our own derivation is off: {check.what}: {check.allowed}, measured {check.measured}")
         if not agreed[CORE]:
             raise Undecided("no check is of the claim itself")
         if not all(agreed[CORE]):
@@ -132,18 +146,15 @@ class Finding:
         return HOLDS_IF
 
 
-def conclude(*checks: Check, figure: Figure | None, condition: str = "", right: str = "", remark: str = "") -> Finding:
-    """Return the finding of these checks; the numbers of the first appear in tables."""
-    return Finding(checks, figure, condition, right, remark)
+def conclude(
+    *checks: Check, figure: Figure, alt: str = "", condition: str = "", right: str = "", remark: str = ""
+) -> Finding:
+    """Return the finding of these checks; the numbers of the first appear in tables. `alt` is the figure in words."""
+    return Finding(checks, replace(figure, alt=alt or figure.alt), condition, right, remark)
 
 
 class Sampler:
-    """Draws random numbers that depend on the seed and the claim's name only, not on which claims ran before.
-
-    >>> from regard.lab.claim import Sampler
-    >>> Sampler(0, "dot-mean").normal(2, 3).shape
-    torch.Size([2, 3])
-    """
+    """Draws random numbers that depend on the seed and the claim's name only, not on which claims ran before."""
 
     def __init__(self, seed: int, name: str) -> None:
         digest = hashlib.blake2b(f"{name} {seed}".encode(), digest_size=4).digest()  # torch's CPU generator: 32 bits
@@ -187,12 +198,16 @@ class Claim:
 
 
 def claim(
-    note: str, statement: str, derivation: Sequence[str], rule: str
+    statement: str, derivation: str | Sequence[str], rule: str, note: str = ""
 ) -> Callable[[Callable[[Sampler], Finding]], Claim]:
-    """Make a function `measure(sampler)` of a file in `claims/` the claim that is called as the file, with - for _."""
+    """Make `measure(sampler)` of a file `claims/note_NNN/` the claim that is called as the file, with - for _.
+
+    note: the numbers of all notes that make the claim, where it is more than one.
+    """
 
     def make(measure: Callable[[Sampler], Finding]) -> Claim:
-        name = measure.__module__.rpartition(".")[2].replace("_", "-")
-        return Claim(name, note, statement, derivation, rule, measure)
+        *_, folder, file = measure.__module__.split(".")
+        own, lines = note or folder.removeprefix("note_"), [derivation] if isinstance(derivation, str) else derivation
+        return Claim(file.replace("_", "-"), own, statement, lines, rule, measure)
 
     return make

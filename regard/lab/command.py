@@ -93,11 +93,8 @@ def describe(result: Result) -> str:
     def paragraph(label: str, text: str) -> str:
         return textwrap.fill(f"{label}{text}", 100, subsequent_indent=" " * len(label))
 
-    lines = [
-        f"{claim.id}: {MARKS[result.verdict]}",
-        "",
-        paragraph("claim      ", f"{claim.statement} (note {claim.note})"),
-    ]
+    lines = [f"{claim.id}: {MARKS[result.verdict]}", ""]
+    lines.append(paragraph("claim      ", f"{claim.statement} (note {claim.note})"))
     lines += [f"{'derivation' if i == 0 else '':11}{line}" for i, line in enumerate(claim.derivation)]
     lines += [paragraph("rule       ", claim.rule), ""]
     checks = [
@@ -105,13 +102,8 @@ def describe(result: Result) -> str:
         for check in finding.checks
     ]
     lines += [Table(["check", "predicted", "measured [interval]", "outcome", "part"], checks).plain(), ""]
-    for label, text in (
-        ("holds if   ", result.condition),
-        ("right      ", result.right),
-        ("remark     ", finding.remark),
-    ):
-        if text:
-            lines.append(paragraph(label, text))
+    remarks = {"holds if   ": result.condition, "right      ": result.right, "remark     ": finding.remark}
+    lines += [paragraph(label, text) for label, text in remarks.items() if text]
     return "\n".join(lines)
 
 

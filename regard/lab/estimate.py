@@ -1,13 +1,6 @@
 """`Estimate`: a measured number with its interval, value ± t·s/√n (99.99 %; t = 3.89 for many samples).
 
 The level is high because the lab makes some two hundred comparisons, and none should fail by chance.
-
->>> import torch
->>> from regard.lab.estimate import exact, mean
->>> mean(torch.tensor([1.0, 2.0, 3.0, 2.0] * 10))
-2 [1.509, 2.491]
->>> exact(0.25)
-0.25
 """
 
 from __future__ import annotations
@@ -24,7 +17,7 @@ Z = 3.8906  # the normal quantile of (1 + LEVEL) / 2
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its interval, low ≤ value ≤ high."""
+    """A value and its interval, low ≤ value ≤ high; in a figure or a text with a format it is the value."""
 
     value: float
     low: float
@@ -34,6 +27,12 @@ class Estimate:
         if self.low == self.high:
             return f"{self.value:.4g}"
         return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __format__(self, form: str) -> str:
+        return format(self.value, form) if form else repr(self)
 
 
 def exact(value: float | Tensor) -> Estimate:

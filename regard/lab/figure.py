@@ -1,10 +1,4 @@
-"""`Figure`: lines, points, bars, dots, bands and heat maps as data with a text alternative, drawn by Vega-Lite.
-
->>> from regard.lab.figure import Figure
->>> figure = Figure("lines", "key", "weight", {"softmax": ([0, 1, 2], [0.1, 0.2, 0.7])}, alt="Weights rise with it.")
->>> "Weights rise with it." in figure.svg()
-True
-"""
+"""`Figure`: lines, points, bars, dots, bands and heat maps as data with a text alternative, drawn by Vega-Lite."""
 
 from __future__ import annotations
 
@@ -23,26 +17,9 @@ SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"
 WIDTHS = [3.5, 1.8, 1.8, 1.8, 1.8, 1.8]  # the first stays visible below one that coincides with it
 CROWDED = 48  # letters that fit side by side below an axis
 FEW = 8  # at most so many values are labelled themselves on a logarithmic axis
-CONFIG = {
-    "background": "white",
-    "font": "sans-serif",
-    "axis": {
-        "labelFontSize": 11,
-        "titleFontSize": 12,
-        "titleFontWeight": "normal",
-        "gridColor": GRID,
-        "titleColor": INK,
-    },
-    "legend": {
-        "orient": "bottom",
-        "title": None,
-        "labelFontSize": 11,
-        "columns": 2,
-        "labelLimit": 240,
-        "symbolSize": 80,
-    },
-    "view": {"stroke": None},
-}
+AXIS = {"labelFontSize": 11, "titleFontSize": 12, "titleFontWeight": "normal", "gridColor": GRID, "titleColor": INK}
+LEGEND = {"orient": "bottom", "title": None, "labelFontSize": 11, "columns": 2, "labelLimit": 240, "symbolSize": 80}
+CONFIG = {"background": "white", "font": "sans-serif", "axis": AXIS, "legend": LEGEND, "view": {"stroke": None}}
 
 
 @dataclass(frozen=True)
@@ -98,10 +75,12 @@ class Figure:
             "layer": layers,
         }
 
+    def _points(self) -> list[dict]:
+        pairs = ((name, x, y) for name, (xs, ys) in self.series.items() for x, y in zip(xs, ys, strict=True))
+        return [dict(x=x, y=y, name=name) for name, x, y in pairs]
+
     def _lines(self) -> list[dict]:
-        data = [
-            dict(x=x, y=y, name=name) for name, (xs, ys) in self.series.items() for x, y in zip(xs, ys, strict=True)
-        ]
+        data = self._points()
         few = max((len(xs) for xs, _ in self.series.values()), default=0) <= 20
         mark: dict = {"type": "line", "point": {"size": 26} if few else False}
         if self.kind == "points":
@@ -123,12 +102,7 @@ class Figure:
             for x, low, middle, high in zip(*columns, strict=True)
         ]
         values, axes = {"values": _to_json(data)}, self._axes()
-        area = {
-            "x": axes["x"],
-            "y": {**axes["y"], "field": "low"},
-            "y2": {"field": "high"},
-            **self._channels(dash=False),
-        }
+        area = {**axes, "y": {**axes["y"], "field": "low"}, "y2": {"field": "high"}, **self._channels(dash=False)}
         line = {**axes, **self._channels(dash=True)}
         return [
             {"data": values, "mark": {"type": "area", "opacity": 0.18}, "encoding": area},
@@ -136,24 +110,12 @@ class Figure:
         ]
 
     def _bars(self) -> list[dict]:
-        data = [
-            dict(x=str(x), y=y, name=name)
-            for name, (xs, ys) in self.series.items()
-            for x, y in zip(xs, ys, strict=True)
-        ]
+        data = [{**row, "x": str(row["x"])} for row in self._points()]
         crowded = sum(map(len, {row["x"] for row in data})) > CROWDED
-        x = {
-            "field": "x",
-            "type": "nominal",
-            "title": self.x,
-            "sort": None,
-            "axis": {"labelAngle": -35 if crowded else 0, "labelLimit": 110 if crowded else 80},
-        }
-        encoding = {
-            "x": x,
-            "y": {**self._axes()["y"], "scale": self._scale("y" in self.log, zero=self.kind == "bars")},
-            **self._channels(dash=False),
-        }
+        axis = {"labelAngle": -35 if crowded else 0, "labelLimit": 110 if crowded else 80}
+        x = {"field": "x", "type": "nominal", "title": self.x, "sort": None, "axis": axis}
+        y = {**self._axes()["y"], "scale": self._scale("y" in self.log, zero=self.kind == "bars")}
+        encoding = {"x": x, "y": y, **self._channels(dash=False)}
         if "y" in self.log or self.kind == "dots":  # a logarithmic axis has no 0 for a bar to start at
             mark = {"type": "point", "filled": True, "size": 70}
         else:
@@ -169,15 +131,11 @@ class Figure:
         if not signed:
             scale = {"domain": [0.0, largest], "range": ["white", COLOURS[0]], "interpolate": "rgb"}
         axis = {"labelAngle": 0, "labelOverlap": True}
+        legend = {"orient": "right", "format": ".4~g", "gradientLength": 120}
         encoding = {
             "x": {"field": "j", "type": "ordinal", "title": self.x, "axis": axis},
             "y": {"field": "i", "type": "ordinal", "title": self.y, "axis": axis},
-            "color": {
-                "field": "v",
-                "type": "quantitative",
-                "scale": scale,
-                "legend": {"orient": "right", "format": ".4~g", "gradientLength": 120},
-            },
+            "color": {"field": "v", "type": "quantitative", "scale": scale, "legend": legend},
         }
         return [{"data": {"values": _to_json(data)}, "mark": "rect", "encoding": encoding}]
 
@@ -197,9 +155,8 @@ class Figure:
             ticks = {"tickCount": 6 if name == "x" else 5, "format": ".4~g"}
             if name == "x" and log:
                 where = sorted({float(x) for columns in self.series.values() for x in columns[0]})
-                ticks = (
-                    {"values": where, "format": ".5~g"} if len(where) <= FEW and all(map(_is_round, where)) else ticks
-                )
+                if len(where) <= FEW and all(map(_is_round, where)):
+                    ticks = {"values": where, "format": ".5~g"}
             return {"field": name, "type": "quantitative", "title": title, "scale": self._scale(log), "axis": ticks}
 
         return {"x": axis("x", self.x, "x" in self.log), "y": axis("y", self.y, "y" in self.log)}

@@ -37,18 +37,17 @@ def page(results: Sequence[Result], seed: int = 0) -> str:
 def make_overview(results: Sequence[Result]) -> str:
     """Return the page's title, the number of claims by verdict, and links to all claims."""
     counts = "; ".join(f"{text}: {sum(r.verdict == v for r in results)}" for v, text in COUNTED.items())
-    listed = "".join(f"<li>{verdict_badge(result.verdict)} {link_claim(result)}</li>" for result in results)
+    listed = "".join(  # a claim's statement shows where a mouse rests
+        f'<li>{verdict_badge(result.verdict)} <a href="#{result.claim.id}" title="{escape(result.claim.statement)}">'
+        f"{result.claim.id}</a></li>"
+        for result in results
+    )
     notes = ", ".join(f"{number} <i>{escape(title)}</i>" for number, title in NOTES.items())
     return f"""<header><h1>The lab: what the notes claim, and what is true</h1>
 <p>{len(results)} claims tested. {counts.capitalize()}.</p>
 <p>The notes are five study notes on softmax and attention, which are not in this package: {notes}.</p>
 </header>
 <nav aria-label="Claims"><ul>{listed}</ul></nav>"""
-
-
-def link_claim(result: Result) -> str:
-    """Return a link to the claim's section; its statement shows where a mouse rests."""
-    return f'<a href="#{result.claim.id}" title="{escape(result.claim.statement)}">{result.claim.id}</a>'
 
 
 def section(result: Result) -> str:

@@ -1,6 +1,7 @@
 """`run` and `run_all`: find the claims, run them and return a `Result` each.
 
-A claim is a file in `claims/` that defines `measure(sampler)` under `@claim(...)`; its id is the file's name, - for _.
+A claim is a file in `claims/note_NNN/` that defines `measure(sampler)` under `@claim(...)`; its id is the file's name,
+- for _.
 """
 
 from __future__ import annotations
@@ -92,20 +93,18 @@ def _number(x: float) -> float | None:
 @cache
 def claims() -> dict[str, Claim]:
     """Return id → claim for every file of `claims/`, in the order of the notes."""
-    found = []
-    for path in sorted((Path(__file__).parent / "claims").glob("*.py")):
-        if path.stem.startswith("_"):
-            continue
-        claim = getattr(_import_claim(path.stem), "measure", None)
+    found = {}
+    for path in sorted((Path(__file__).parent / "claims").glob("note_*/[!_]*.py")):
+        claim = getattr(_import_claim(path.parent.name, path.stem), "measure", None)
         if not isinstance(claim, Claim):
             raise ValueError(f"{path.name} must define `measure(sampler)` under `@claim(…)`")
-        found.append(claim)
-    return {claim.id: claim for claim in sorted(found, key=lambda claim: (claim.note[:3], claim.id))}
+        found[claim.id] = claim
+    return found
 
 
-def _import_claim(stem: str):
+def _import_claim(note: str, stem: str):
     try:
-        return importlib.import_module(f"regard.lab.claims.{stem}")
+        return importlib.import_module(f"regard.lab.claims.{note}.{stem}")
     except ModuleNotFoundError as missing:
         if (missing.name or "regard").split(".")[0] == "regard":
             raise

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
+from regard._core.options import check_policy_result, check_softcap, check_temperature
 from regard._core.rows.execute import is_transformed
 from regard._core.rows.functions import normalize
-from regard._core.validation import check_policy_result, check_softcap, check_temperature
 from regard.masks import blanked, dense
 from regard.scores import soft_cap
 from regard.temperature import Rows
@@ -40,13 +40,6 @@ def attention(
     wanted: tuple[str, ...] = (),
 ) -> tuple[Tensor, statistics.Statistics]:
     """Return o_i = Σ_j p_ij·v_j with p_i = normaliser((cap(w·tanh(q_i + k_j)) + bias_ij) / T), and statistics.
-
-    >>> import torch
-    >>> from regard.nn.additive import attention
-    >>> q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
-    >>> out, stats = attention(q, k, v, torch.ones(2, 4), is_causal=True, wanted=("support",))
-    >>> stats.support[0, 0]
-    tensor([1., 2., 3., 4., 5.])
 
     Blocks are recomputed in backward.
     """

@@ -14,7 +14,6 @@ from regard._core.attention import attention
 from regard._core.dtypes import accumulator
 from regard._core.options import AttnMask
 from regard._core.rows.validation import check_flag
-from regard._core.validation import check_key_lengths
 from regard.nn import validation
 from regard.nn.multihead import Cache
 from regard.nn.visibility import Visibility
@@ -116,15 +115,9 @@ class DifferentialAttention(nn.Module):
             x.unflatten(-1, (-1, wide)).transpose(1, 2)
             for x in (self.q_proj(query), self.k_proj(query), self.v_proj(query))
         )
-        past = 0
-        if cache is not None and not isinstance(cache, bool):
-            cached = validation.check_cache(cache, (k.shape[0], self.kv_heads, "N", wide))
-            past = cached[0].shape[2]
-            k, v = torch.cat([cached[0], k], 2), torch.cat([cached[1], v], 2)
-        keys = k.shape[2]
-        key_lengths = check_key_lengths(key_lengths, q.shape[0], keys, q)
+        k, v, past = validation.join_cache(cache, k, v)
         is_causal = check_flag(is_causal, "is_causal")
-        visibility = Visibility.of_call(q, keys, past, attn_mask, is_causal, window, key_lengths)
+        visibility = Visibility.of_call(q, k.shape[2], past, attn_mask, is_causal, window, key_lengths)
         wanted = statistics.requested(return_stats)
         maps = [
             self._attend(first, visibility.trim(second), visibility.trim(v), wanted, visibility.options)

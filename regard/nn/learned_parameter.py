@@ -17,21 +17,10 @@ class LearnedParameter(nn.Module):
 
     The first is α of entmax, in [1.005, 2] and 1.5 at first (Correia et al. 2019, arXiv 1909.00015). The second is the
     bias of sigmoid, −ln n at first (Ramapuram et al. 2024, arXiv 2409.04431), n the number of keys that a query sees.
-
-    >>> from regard import normalizers
-    >>> from regard.nn.learned_parameter import LearnedParameter
-    >>> alpha = LearnedParameter(normalizers.learned("entmax(alpha=learned)"), heads=2)
-    >>> alpha.value
-    tensor([1.5000, 1.5000], grad_fn=<AddBackward0>)
     """
 
     def __init__(
-        self,
-        choice: Choice,
-        heads: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, choice: Choice, heads: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         parameter: Any = choice.normalizer.parameter

@@ -17,10 +17,9 @@ from regard._core.attention import attention
 from regard._core.derivatives.autograd import is_saved_elsewhere
 from regard._core.gate import apply_gate
 from regard._core.options import AttnMask
-from regard._core.qk_norm import qk_norm
 from regard._core.readable import is_mapped
+from regard._core.rows.qk_norm import qk_norm
 from regard._core.rows.validation import check_flag
-from regard._core.validation import check_key_lengths
 from regard.bias import forgetting
 from regard.mask import Mask
 from regard.nn import additive, torch_weights, validation
@@ -209,30 +208,24 @@ class MultiheadAttention(nn.Module):
         q = self._split_heads(self.q_proj(query), self.num_heads)
         k = self._split_heads(self.k_proj(key), self.kv_heads)
         v = self._split_heads(self.v_proj(value), self.kv_heads)
-        past = 0
-        if cache is not None and not isinstance(cache, bool):
-            cache = Cache(*validation.check_cache(cache, (k.shape[0], self.kv_heads, "N", self.head_dim)))
-            past = cache.k.shape[2]
-            k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
+        k, v, past = validation.join_cache(cache, k, v)
         is_causal = check_flag(is_causal, "is_causal")
-        log_gates = self._log_gates(query, key, is_causal, cache if past else None)
-        batch, _, queries, keys = *q.shape[:3], k.shape[2]
-        key_lengths = check_key_lengths(key_lengths, batch, keys, q)
+        log_gates = self._log_gates(query, key, is_causal, Cache(*cache) if past and isinstance(cache, tuple) else None)
+        queries, keys = q.shape[2], k.shape[2]
         if cu_seqlens is not None:
-            validation.check_packed(batch, attn_mask, key_lengths, cache)
+            validation.check_packed(q.shape[0], attn_mask, key_lengths, cache)
             attn_mask, is_causal, window = pack_documents(cu_seqlens, queries, keys, is_causal, window, q), False, None
         if past and self.score_mod is not None:  # it counts queries from `past` on, and every key
             own = Mask.window(None, None, bottom_right=True)
             attn_mask = (own, *attn_mask) if isinstance(attn_mask, (tuple, list)) else (own, attn_mask)
         if log_gates is not None:
-            attn_mask = (*attn_mask, forgetting(log_gates)) if isinstance(attn_mask, (tuple, list)) else (
-                attn_mask, forgetting(log_gates),
-            )  # fmt: skip
+            given = attn_mask if isinstance(attn_mask, (tuple, list)) else (attn_mask,)
+            attn_mask = (*given, forgetting(log_gates))
         visibility = Visibility.of_call(q, keys, past, attn_mask, is_causal, window, key_lengths)
         wanted = statistics.requested(return_stats)
+        attend = self._attend_product
         if self.score == "additive":
-            visibility = visibility.densify(q, keys)
-        attend = self._attend_additive if self.score == "additive" else self._attend_product
+            visibility, attend = visibility.densify(q, keys), self._attend_additive
         out, stats = attend(q, visibility.trim(k), visibility.trim(v), wanted or (), visibility.options)
         if self.gate is not None:
             out = apply_gate(out, self._split_gates(self.gate(query)))
@@ -293,7 +286,6 @@ class MultiheadAttention(nn.Module):
     def _attend_additive(
         self, q: Tensor, k: Tensor, v: Tensor, wanted: tuple[str, ...], options: dict
     ) -> tuple[Tensor, statistics.Statistics]:
-        temperature = self.temperature
         dropout = self.dropout if self.training else 0.0
         if dropout and wanted:
             raise ValueError("return_stats with dropout in training is undefined; measure in evaluation mode")
@@ -304,7 +296,7 @@ class MultiheadAttention(nn.Module):
             self.additive,
             dropout_p=dropout,
             normalizer=self._choose_normalizer(),
-            temperature=getattr(temperature, "value", temperature),
+            temperature=getattr(self.temperature, "value", self.temperature),
             softcap=self.softcap,
             sink=self.sink,
             wanted=wanted,
@@ -327,7 +319,7 @@ class MultiheadAttention(nn.Module):
         if compiling or not is_mapped(q):  # tensors of torch.func are invalid after the call
             if (
                 not compiling and not self._is_clipped and _frees_activations()
-            ):  # not compiled in: it would recompile for qk_clip
+            ):  # compiled, it would recompile for clips
                 return
             thread = 0 if compiling else threading.get_ident()
             self._last[thread] = (q.detach(), k.detach(), scale, options)

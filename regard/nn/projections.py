@@ -38,15 +38,7 @@ class Projection:
 
     @torch.no_grad()
     def shrink(self, factors: Tensor) -> None:
-        """Multiply each head's weights and bias by its factor, to the powers; a factor of 1 changes no bit.
-
-        >>> import torch
-        >>> from regard.nn.projections import Projection
-        >>> weight = torch.ones(4, 1)
-        >>> Projection(weight, None, heads=2, width=4).shrink(torch.tensor([0.5, 1.0]))
-        >>> weight[:, 0]
-        tensor([0.5000, 0.5000, 1.0000, 1.0000])
-        """
+        """Multiply each head's weights and bias by its factor, to the powers; a factor of 1 changes no bit."""
         factors = factors.to(self.weight.device, torch.float32)
         powers = {power for count, power in self.powers if count} or {1.0}
         if len(powers) == 1 and not is_dtensor(self.weight):  # each head's rows have one factor
@@ -92,12 +84,6 @@ def projections(
     """Return the projections of the queries and of the keys of an attention module; raise `NotFound` if unknown.
 
     names: the attributes that hold its query and key layers, where they are not named as usual.
-
-    >>> import torch
-    >>> from regard.nn.projections import projections
-    >>> query, key = projections(torch.nn.MultiheadAttention(8, 2), heads=2, head_dim=4)
-    >>> query.start, key.start
-    (0, 8)
     """
     reason = bounded_scores_reason(module)
     if reason is not None:
@@ -123,11 +109,6 @@ def output_weight(module: nn.Module, parent: nn.Module | None = None) -> Tensor 
     """Return the matrix [outputs, H·E] that multiplies the output of an attention module's heads, or None.
 
     It is the module's own or, as in BERT, `output.dense` of its parent.
-
-    >>> import torch
-    >>> from regard.nn.projections import output_weight
-    >>> output_weight(torch.nn.MultiheadAttention(8, 2)).shape
-    torch.Size([8, 8])
     """
     sibling = getattr(getattr(parent, "output", None), "dense", None)
     for layer in (*(getattr(module, name, None) for name in OUTPUTS), sibling):

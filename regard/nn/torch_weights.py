@@ -15,13 +15,6 @@ def rename_keys(state: dict[str, Any], prefix: str = "", assign: bool = False) -
 
     With `assign` the tensors become the parameters themselves, so parts of a stacked tensor get memory of their own,
     which every file format accepts.
-
-    >>> import torch
-    >>> from regard.nn.torch_weights import rename_keys
-    >>> state = torch.nn.MultiheadAttention(8, 2).state_dict()
-    >>> rename_keys(state)
-    >>> sorted(state)[:4]
-    ['k_proj.bias', 'k_proj.weight', 'out_proj.bias', 'out_proj.weight']
     """
     for kind in ("weight", "bias"):
         stacked = state.pop(f"{prefix}in_proj_{kind}", None)

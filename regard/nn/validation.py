@@ -5,11 +5,13 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from regard import normalizers
+from regard._core.options import check_score_mod, check_softcap
 from regard._core.rows.validation import is_autocast, is_float
-from regard._core.validation import check_score_mod, check_softcap
+from regard.temperature.rows import check_sizes as check_positive
 
 GATES = ("head", "element")
 SCORES = ("scaled_dot", "dot", "additive", "cosine")
@@ -17,11 +19,7 @@ SCORES = ("scaled_dot", "dot", "additive", "cosine")
 
 def check_sizes(maps: int = 1, /, **sizes: int | None) -> None:
     """Raise ValueError if a size is not an int ≥ 1, or heads do not divide, with `maps` maps each."""
-    for name, size in sizes.items():
-        if size is None and name in ("kdim", "vdim"):
-            continue
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be an int ≥ 1, got {size!r}")
+    check_positive(**{name: x for name, x in sizes.items() if x is not None or name not in ("kdim", "vdim")})
     if sizes["embed_dim"] % (maps * sizes["num_heads"]):
         heads = f"num_heads ({sizes['num_heads']})" if maps == 1 else f"{maps}·num_heads ({maps * sizes['num_heads']})"
         raise ValueError(f"embed_dim ({sizes['embed_dim']}) must be a multiple of {heads}")
@@ -65,19 +63,16 @@ def check_inputs(
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.ndim != 3 or x.shape[-1] != projection.in_features:
             raise ValueError(f"{name} must have shape (B, L, {projection.in_features}), got {tuple(x.shape)}")
-        check_dtype(x, name, getattr(projection, "weight", None))
+        weight = getattr(projection, "weight", None)  # a quantised one, and autocast, have rules of their own
+        if isinstance(weight, Tensor) and is_float(weight) and x.dtype != weight.dtype and not is_autocast(x):
+            raise TypeError(
+                f"{name} must have the dtype of the module's parameters, {weight.dtype}, got {x.dtype}; convert one by "
+                ".to"
+            )
         if x.shape[0] != query.shape[0]:
             raise ValueError(f"{name} must have the batch of query ({query.shape[0]}), got {x.shape[0]}")
     if key.shape[1] != value.shape[1]:
         raise ValueError(f"key and value must have the same length, got {key.shape[1]} and {value.shape[1]}")
-
-
-def check_dtype(x: Tensor, name: str, weight: Any) -> None:
-    """Raise TypeError unless x has the dtype of a weight; quantised weights and autocast have rules of their own."""
-    if isinstance(weight, Tensor) and is_float(weight) and x.dtype != weight.dtype and not is_autocast(x):
-        raise TypeError(
-            f"{name} must have the dtype of the module's parameters, {weight.dtype}, got {x.dtype}; convert one by .to"
-        )
 
 
 def check_packed(batch: int, attn_mask: Any, key_lengths: Tensor | None, cache: Any) -> None:
@@ -91,11 +86,14 @@ def check_packed(batch: int, attn_mask: Any, key_lengths: Tensor | None, cache: 
             raise ValueError(f"cu_seqlens says which keys are visible; {name} beside it must be None")
 
 
-def check_cache(cache: Any, shape: tuple[int | str, ...]) -> tuple[Tensor, ...]:
-    """Return the cache; raise an error unless keys and values have the shape (B, G, "N", D)."""
+def join_cache(cache: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return cached keys and values [B, G, N, D] with new ones behind them, and N; without a cache the new ones, 0."""
+    if cache is None or isinstance(cache, bool):
+        return k, v, 0
+    shape = (*k.shape[:2], "N", k.shape[3])
     if not (isinstance(cache, tuple) and 2 <= len(cache) <= 3 and all(isinstance(x, Tensor) for x in cache[:2])):
         raise TypeError(f"cache must be True, None or the Cache that the last call returned, got {cache!r}")
     for name, x in zip("kv", cache[:2], strict=True):
         if x.ndim != 4 or (x.shape[0], x.shape[1], "N", x.shape[3]) != shape:
             raise ValueError(f"cache.{name} must have shape ({', '.join(map(str, shape))}), got {tuple(x.shape)}")
-    return cache
+    return torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2), cache[0].shape[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch import Tensor
 from regard._core.mask.attn_mask import GivenMask, densify, split_attn_mask
 from regard._core.mask.parts import Packed, check_cu_seqlens
 from regard._core.mask.varlen import recall
-from regard._core.options import AttnMask
-from regard._core.validation import check_mask, check_window
+from regard._core.mask.visible import check_key_lengths, check_mask, check_window
+from regard._core.options import AttnMask, Window
 from regard.mask import Mask
 
 
@@ -24,13 +24,7 @@ class Visibility(NamedTuple):
 
     @classmethod
     def with_cache(
-        cls,
-        keys: int,
-        past: int,
-        is_causal: bool,
-        window: tuple[int | None, int | None] | None,
-        attn_mask: Tensor | None,
-        key_lengths: Tensor | None,
+        cls, keys: int, past: int, is_causal: bool, window: Window, attn_mask: Tensor | None, key_lengths: Tensor | None
     ) -> Visibility:
         """Return the visibility of queries at positions past, past + 1, … among `keys` keys.
 
@@ -60,11 +54,7 @@ class Visibility(NamedTuple):
 
     @classmethod
     def with_mask(
-        cls,
-        given: GivenMask,
-        sizes: tuple[int, int, int],
-        window: tuple[int | None, int | None] | None,
-        key_lengths: Tensor | None,
+        cls, given: GivenMask, sizes: tuple[int, int, int], window: Window, key_lengths: Tensor | None
     ) -> Visibility:
         """Return the visibility of a `regard.Mask` or bias; sizes are (queries, keys, cached keys).
 
@@ -89,17 +79,11 @@ class Visibility(NamedTuple):
 
     @classmethod
     def of_call(
-        cls,
-        q: Tensor,
-        keys: int,
-        past: int,
-        attn_mask: AttnMask,
-        is_causal: bool,
-        window: tuple[int | None, int | None] | None,
-        key_lengths: Tensor | None,
+        cls, q: Tensor, keys: int, past: int, attn_mask: AttnMask, is_causal: bool, window: Window, key_lengths: Any
     ) -> Visibility:
         """Return the visibility of q [B, H, M, D] among `keys` keys, of which `past` were cached."""
         batch, heads, queries = q.shape[:3]
+        key_lengths = check_key_lengths(key_lengths, batch, keys, q)
         given = split_attn_mask(attn_mask, is_causal, q.device, past)
         tensors = [check_mask(x, (batch, heads), batch, heads, queries, keys, q) for x in given.tensors]
         if given.mask is None and given.bias is None and len(tensors) < 2:
@@ -118,12 +102,7 @@ class Visibility(NamedTuple):
 
 
 def pack_documents(
-    cu_seqlens: Tensor | Sequence[int],
-    queries: int,
-    keys: int,
-    is_causal: bool,
-    window: tuple[int | None, int | None] | None,
-    q: Tensor,
+    cu_seqlens: Tensor | Sequence[int], queries: int, keys: int, is_causal: bool, window: Window, q: Tensor
 ) -> Mask:
     """Return the mask of packed documents; causal order and window count within each."""
     if queries != keys:

@@ -33,20 +33,9 @@ from regard.normalizers._language import jit, speak, tl, torch_words
 from regard.normalizers._record import NEAREST, Normalizer, Parameter
 
 __all__ = [
-    "BrokenFile",
-    "Choice",
-    "Normalizer",
-    "Parameter",
-    "Pointwise",
-    "Ratio",
-    "Threshold",
-    "discover",
-    "file_of",
-    "get",
-    "jit",
-    "names",
-    "tl",
-]
+    "BrokenFile", "Choice", "Normalizer", "Parameter", "Pointwise", "Ratio", "Threshold", "discover", "file_of", "get",
+    "jit", "names", "tl",
+]  # fmt: skip
 
 _members: dict[str, Normalizer] = {}
 _files: dict[str, Path] = {}  # where each was found
@@ -171,9 +160,7 @@ def discover(folder: str | os.PathLike[str]) -> list[str]:
     if not folder.is_dir():
         raise BrokenFile(f"folder must be an existing directory, got {str(folder)!r}")
     found = []
-    for path in sorted(folder.glob("*.py")):
-        if path.stem.startswith("_"):
-            continue
+    for path in sorted(folder.glob("[!_]*.py")):
         member = _loaded(path)
         if not isinstance(member, Normalizer):
             raise BrokenFile(f"{path} must define `normalizer`, a Pointwise, Ratio, Threshold or Normalizer record")
@@ -285,10 +272,8 @@ def get(spec: str | Choice | Normalizer, **parameter: float | Tensor | Callable[
         number = float(given.replace("_", "?"))  # Python reads 1_5 as 15
     except ValueError:
         words = "".join(f" or {word!r}" for word in takes.by_keys)
-        hint = (
-            "" if given != LEARNED else f"; regard.nn.MultiheadAttention learns it, get({name!r}, {takes.name}=tensor)"
-        )
-        hint = hint and f"{hint} takes one of yours"
+        hint = f"; regard.nn.MultiheadAttention learns it, get({name!r}, {takes.name}=tensor) takes one of yours"
+        hint = hint if given == LEARNED else ""
         raise ValueError(f"normalizer {spec!r}: {takes.name} must be a number{words}, got {given!r}{hint}") from None
     return Choice(member, takes.check(number))
 
@@ -311,11 +296,7 @@ def _with_parameter(choice: Choice, given: dict[str, Any]) -> Choice:
 
 
 def learned(spec: Any) -> Choice | None:
-    """The choice whose parameter a module shall learn, as "entmax(alpha=learned)" says; None of another name.
-
-    Raises:
-        ValueError: The normaliser is unknown, or has no parameter that can be learned.
-    """
+    """The choice whose parameter a module shall learn, as "entmax(alpha=learned)" says; None of another name."""
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
     if match is None or match.group(3) != LEARNED:
         return None

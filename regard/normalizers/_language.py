@@ -79,13 +79,7 @@ def callees(function: Any) -> dict[str, Any]:
 
 
 def speak(function: Any, words: Any = numpy_words) -> FunctionType:
-    """Translate a tile function to another dialect: `tl` is replaced by `words`.
-
-    >>> from regard.normalizers._language import speak
-    >>> from regard.normalizers.sigmoid import value
-    >>> float(speak(value)(0.0, 0.0))
-    0.5
-    """
+    """Translate a tile function to another dialect: `tl` is replaced by `words`."""
     body = plain(function)
     scope = dict(body.__globals__)
     scope.update({name: speak(value, words) for name, value in callees(function).items()})

@@ -172,14 +172,7 @@ normalizer = Threshold(
     paper="Peters, Niculae & Martins 2019, arXiv 1905.05702",
     reference=reference,
     parameter=Parameter(
-        "alpha",
-        default=1.5,
-        low=1.0,
-        high=32.0,
-        fused_low=1.005,
-        fused_high=2.0,
-        wide_below=NEAR,
-        softmax_at=1.0,
+        "alpha", default=1.5, low=1.0, high=32.0, fused_low=1.005, fused_high=2.0, wide_below=NEAR, softmax_at=1.0
     ),
     parameter_vjp=parameter_vjp,
     parameter_slope=parameter_slope,

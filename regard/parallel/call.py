@@ -132,14 +132,8 @@ class ShardedCall:
         problem = call.problem
         lengths = [] if problem.key_lengths is None else problem.key_lengths.tolist()
         seed = int(torch.randint(0, 2**62, (1,), device=self.q.device)) if problem.dropout_p else 0
-        numbers = [
-            self.q.shape[-2],
-            self.k.shape[-2],
-            self._mask_columns(),
-            max(lengths, default=0),
-            seed,
-            *(sketch(self.q) if self.shared else []),
-        ]
+        numbers = [self.q.shape[-2], self.k.shape[-2], self._mask_columns(), max(lengths, default=0), seed]
+        numbers += sketch(self.q) if self.shared else []
         options = self.options._replace(key_lengths=None)._asdict() | dict(layout=self.layout)
         options["attn_mask"] = options["attn_mask"] if self.mask is None else (options["attn_mask"], self.mask)
         alike: dict[str, object] = {f"with different {name}": summarize(x) for name, x in options.items()}

@@ -19,7 +19,8 @@ class RowGradients:
         self.temperature = torch.zeros(rows.q.shape[:3], **like) if upstream.temperature else None
         self.bias = None
         if upstream.bias:
-            self.bias = torch.zeros(unexpanded_shape(rows.bias), **like)
+            sizes = zip(rows.bias.shape, rows.bias.stride(), strict=True)
+            self.bias = torch.zeros([1 if stride == 0 else size for size, stride in sizes], **like)
 
     def add(self, grads: Gradients, here: slice, columns: slice) -> None:
         """Add a pair's gradients: `here` are its rows, `columns` its columns of the bias."""
@@ -44,11 +45,6 @@ class KeyGradients:
         """Add the gradients of the keys `there`."""
         self.k[:, :, there] += grads.k
         self.v[:, :, there] += grads.v
-
-
-def unexpanded_shape(x: Tensor) -> list[int]:
-    """Return the shape that a tensor had before `expand`."""
-    return [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
 
 
 def slice_rows(whole: Whole, here: slice) -> Whole:

@@ -6,6 +6,7 @@ that names the step, and the rank where torch tells it. What is sent is counted 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,17 @@ LOST = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe", "
 DRAIN_SECONDS = 10.0  # at most, for the transfers that are under way when this rank raises
 
 
+def pack(*tensors: Tensor) -> Tensor:
+    """Return tensors of one dtype as one flat tensor, which is sent as one message."""
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return what `pack` was given, of these shapes."""
+    parts = flat.split([math.prod(shape) for shape in shapes])
+    return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 class RankError(RuntimeError):
     """Contact with another rank was lost: it died, stalled past the group's timeout, or left the call after an error.
 
@@ -36,11 +48,6 @@ class RankError(RuntimeError):
     def __init__(self, message: str, rank: int | None, step: str) -> None:
         super().__init__(message)
         self.rank, self.step = rank, step
-
-
-def is_lost_contact(error: RuntimeError) -> bool:
-    """True if an error of torch.distributed says that another rank is gone or does not answer."""
-    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in LOST)
 
 
 @dataclass
@@ -89,9 +96,8 @@ class RankGroup:
             operations.append(dist.P2POp(dist.isend, transfer.sent, group=self.process_group, group_peer=to))
             traffic.record(step, sent.numel() * sent.element_size())
         if received is not None and received.numel():
-            transfer.received = (
-                torch.empty_like(received, device="cpu") if self._needs_host_copy(received) else received
-            )
+            on_host = self._needs_host_copy(received)
+            transfer.received = torch.empty_like(received, device="cpu") if on_host else received
             operations.append(dist.P2POp(dist.irecv, transfer.received, group=self.process_group, group_peer=source))
         if self.cpu_only:
             for operation in operations:
@@ -103,32 +109,28 @@ class RankGroup:
                     transfer.add(work)
         return transfer
 
-    def all_reduce(self, x: Tensor, step: str, at: int = 0, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Return the sum (or maximum) over all ranks, in place where the backend can."""
+    def all_reduce(self, x: Tensor, step: str, at: int = 0) -> Tensor:
+        """Return the sum over all ranks, in place where the backend can."""
         if self.world == 1:
             return x
         carried = self._to_transport(x)
         with self.guard(step, at):
-            dist.all_reduce(carried, op, group=self.process_group)
+            dist.all_reduce(carried, group=self.process_group)
         traffic.record(step, x.numel() * x.element_size())
         return carried.to(x.device)
 
     def broadcast(self, x: Tensor, root: int, step: str, at: int = 0) -> Tensor:
         """Return the root's x on every rank."""
-        return self.start_broadcast(x, root, step, at).wait()
-
-    def start_broadcast(self, x: Tensor, root: int, step: str, at: int = 0) -> Transfer:
-        """Start sending the root's x to every rank; `.wait()` returns it."""
         transfer = Transfer(self, step, at, x)
         if self.world == 1 or not x.numel():
-            return transfer
+            return x
         transfer.received = self._to_transport(x)
         with self.guard(step, at):
             work = dist.broadcast(transfer.received, group=self.process_group, group_src=root, async_op=True)
         transfer.add(work)
         if self.rank == root:
             traffic.record(step, x.numel() * x.element_size())
-        return transfer
+        return transfer.wait()
 
     def reduce(self, x: Tensor, root: int, step: str, at: int = 0) -> Tensor:
         """Return the sum over all ranks at the root; elsewhere the result is undefined."""
@@ -162,7 +164,8 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, RankError) or not is_lost_contact(error):
+            is_lost = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in LOST)
+            if isinstance(error, RankError) or not is_lost:
                 raise
             whom = "another rank" if peer is None else f"rank {peer}"
             cause = str(error).strip().splitlines()[0]
@@ -211,9 +214,7 @@ class Transfer:
     target: Tensor | None
     sent: Tensor | None = None
     received: Tensor | None = None
-    works: list[tuple[Any, int | None]] = field(
-        default_factory=list
-    )  # torch's handle, the rank of the whole job at the other end
+    works: list[tuple[Any, int | None]] = field(default_factory=list)  # torch's handles, and whom each waits for
 
     def add(self, work: Any, peer: int | None = None) -> None:
         """Keep torch's handle of an operation until `wait`."""

@@ -25,14 +25,10 @@ TEXT = 2000  # bytes of an error, at most
 def compare_calls(
     group: RankGroup, what: str, numbers: Sequence[int], alike: Mapping[str, object], failure: Exception | None = None
 ) -> list[list[int]]:
-    """Return every rank's numbers, or raise on every rank if their calls do not fit together.
+    """Return every rank's numbers, or raise on every rank if their calls of the function `what` do not fit together.
 
-    Args:
-        group: the ranks that call.
-        what: the function they call.
-        numbers: this rank's, which may differ between ranks.
-        alike: what must be the same on every rank, under the words that say how the calls differ if it is not.
-        failure: why this rank cannot take part. It is raised here and, as a ValueError, on the other ranks.
+    `numbers` may differ between ranks; `alike` may not, and its keys say how calls differ. `failure` is why this rank
+    cannot take part: it is raised here and, as a ValueError, on the other ranks.
     """
     step = f"start of {what}"
     text = "" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:TEXT].decode(errors="ignore")

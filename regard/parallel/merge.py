@@ -7,6 +7,7 @@ pointwise   all sums add
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from regard._core.problem import Part, Problem
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
 from regard.parallel.layout import Spans, locate_spans
+from regard.parallel.plan import Plan
 
 
 @dataclass
@@ -72,7 +74,18 @@ class Total:
         return o * kept[..., None], m, z
 
 
-def add_part(totals: list[Total], chunks: Spans, here: slice, part: Part) -> None:
+def merge_pairs(plan: Plan, chunks: Spans, pairs: Iterable[tuple[slice, slice, Problem]]) -> list[Total]:
+    """Return the totals of the query chunks over pairs of chunks, (rows, keys, problem) each."""
+    totals = [Total(plan.problem.choice) for _ in chunks]
+    for here, _, pair in pairs:
+        _add_part(totals, chunks, here, plan.engine.forward(pair))
+    for total, (_, rows) in zip(totals, plan.rows(plan.problem, chunks), strict=True):
+        if total.o is None:
+            total.add(_empty_part(rows))
+    return totals
+
+
+def _add_part(totals: list[Total], chunks: Spans, here: slice, part: Part) -> None:
     """Merge a part of the rows `here` into the totals of the chunks inside them."""
     for total, (_, rows) in zip(totals, locate_spans(chunks), strict=True):
         if rows == here:
@@ -82,7 +95,7 @@ def add_part(totals: list[Total], chunks: Spans, here: slice, part: Part) -> Non
             total.add(Part(*(x[:, :, own] for x in (part.o, part.m, part.z))))
 
 
-def empty_part(rows: Problem) -> Part:
+def _empty_part(rows: Problem) -> Part:
     """Return the part of rows that see none of its keys."""
     shape, like = rows.q.shape[:3], dict(dtype=rows.accumulator, device=rows.q.device)
     zero = torch.zeros(shape, **like)

@@ -54,11 +54,8 @@ class Plan:
     ) -> Iterator[tuple[slice, slice, Problem]]:
         """Yield (rows in q, keys in k, the problem) of every pair of chunks with visible keys, merged where possible.
 
-        Args:
-            rows: q and everything per query.
-            queries, keys: their positions.
-            k, v: the keys' tensors.
-            own_columns: True if bias and mask have the columns of k alone.
+        `rows` has q and everything per query; `queries` and `keys` are positions. `own_columns`: True if bias and mask
+        have the columns of k alone.
         """
         merged = self._causal_pairs(rows, queries, keys, k, v) if self.causal_only else None
         if merged is not None:
@@ -102,7 +99,7 @@ class Plan:
             q=rows.q[:, :, here],
             k=k[:, :, there],
             v=v[:, :, there],
-            choice=part_normalizer(rows),
+            choice=normalizers.get("softmax") if rows.choice.softmax_family else rows.choice,
             bias=cut(rows.bias),
             mask=cut(rows.mask),
             temperature=None if rows.temperature is None else rows.temperature[:, :, here],
@@ -138,12 +135,6 @@ class Plan:
         if x.shape[-1] == 1 and self.total_keys != 1:
             return x
         return torch.cat([x[..., start:stop] for start, stop in self.keys[rank]], -1)
-
-
-def part_normalizer(problem: Problem) -> normalizers.Choice:
-    """Return the normaliser that parts are computed with: softmax for the whole softmax family."""
-    choice = problem.choice
-    return normalizers.get("softmax") if choice.softmax_family else choice
 
 
 def _is_visible(reach: tuple[int | None, int | None], queries: tuple[int, int], keys: tuple[int, int]) -> bool:

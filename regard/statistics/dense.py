@@ -87,10 +87,7 @@ def _top(scores: Tensor, seen: Tensor) -> Tensor:
 
 
 def of_weights(
-    weights: Tensor,
-    scores: Tensor | None = None,
-    normalizer: str | Choice = "softmax",
-    visible: Tensor | None = None,
+    weights: Tensor, scores: Tensor | None = None, normalizer: str | Choice = "softmax", visible: Tensor | None = None
 ) -> Statistics:
     """The statistics of weights that somebody already has, (…, Lq, n): −Σ p̄ log p̄, Σ p̄·|i − j| and the rest.
 

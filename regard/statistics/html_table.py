@@ -29,6 +29,5 @@ def make_table(stats: Mapping[str, Tensor]) -> str:
 
 
 def _make_row(name: str, *cells: str) -> str:
-    return (
-        f"<tr><th style='{LEFT}'>{name}</th>" + "".join(f"<td style='{RIGHT}'>{cell}</td>" for cell in cells) + "</tr>"
-    )
+    numbers = "".join(f"<td style='{RIGHT}'>{cell}</td>" for cell in cells)
+    return f"<tr><th style='{LEFT}'>{name}</th>{numbers}</tr>"

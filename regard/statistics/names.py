@@ -12,21 +12,9 @@ from torch.utils._pytree import register_pytree_node
 from regard.normalizers import Choice
 
 NAMES = (
-    "visible_keys",
-    "max_logit",
-    "mean_logit",
-    "logit_variance",
-    "logsumexp",
-    "mass",
-    "entropy",
-    "effective_keys",
-    "participation",
-    "max_weight",
-    "support",
-    "distance",
-    "first_key_mass",
-    "gradient_gain",
-)
+    "visible_keys", "max_logit", "mean_logit", "logit_variance", "logsumexp", "mass", "entropy", "effective_keys",
+    "participation", "max_weight", "support", "distance", "first_key_mass", "gradient_gain",
+)  # fmt: skip
 ON_REQUEST = ("top_key",)  # by name only: the reference computes them, no fused kernel does
 DIFFERENTIABLE = ("logit_variance", "logsumexp", "entropy")  # of the softmax family
 
@@ -61,10 +49,7 @@ class Statistics(MutableMapping):
                 raise KeyError(name)
             stacked, order, carries = self._stacked
             if name in carries and stacked.requires_grad and not torch.is_grad_enabled():
-                with (
-                    torch.inference_mode(False),
-                    torch.enable_grad(),
-                ):  # kept for later, when its gradient may be wanted
+                with torch.inference_mode(False), torch.enable_grad():  # kept for later: its gradient may be wanted
                     self._values[name] = stacked[order.index(name)]
             else:
                 found = stacked[order.index(name)]

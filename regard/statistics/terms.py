@@ -88,10 +88,8 @@ def solve_shift(scores: Tensor, visible: Tensor, choice, theta=None) -> Tensor:
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return low
-    t, low = (
-        (x - low.detach()).clamp_min(0.0),
-        low.detach(),
-    )  # a step of Newton's that only autograd sees: dτ = Σg′ds / Σg′
+    low = low.detach()
+    t = (x - low).clamp_min(0.0)  # a step of Newton's that only autograd sees: dτ = Σg′ds / Σg′
     fall = speak(choice.slope, torch_words)(t, theta).sum(-1, keepdim=True).detach() / gain
     step = value(t, theta).sum(-1, keepdim=True) / fall.masked_fill(fall == 0, 1.0)
     return low + (step - step.detach())

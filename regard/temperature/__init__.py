@@ -24,15 +24,6 @@ from regard.temperature.rows import Rows, visible_keys
 from regard.temperature.ssmax import SSMax
 
 __all__ = [
-    "NAMES",
-    "ASEntmax",
-    "Adaptive",
-    "Fixed",
-    "Learned",
-    "QueryDependent",
-    "Rows",
-    "SSMax",
-    "named",
-    "unsized",
+    "NAMES", "ASEntmax", "Adaptive", "Fixed", "Learned", "QueryDependent", "Rows", "SSMax", "named", "unsized",
     "visible_keys",
-]
+]  # fmt: skip

@@ -15,6 +15,9 @@ from regard.temperature.query_dependent import QueryDependent
 from regard.temperature.ssmax import SSMax
 
 NAMES = ("learned", "ssmax", "adaptive", "query_dependent", "asentmax")
+SIZED = dict(
+    learned="Learned(heads)", query_dependent="QueryDependent(heads, head_dim)", asentmax="ASEntmax(heads, head_dim)"
+)
 
 
 def named(
@@ -27,17 +30,14 @@ def named(
     SSMax(s=[0.43, 0.43], learn=True)
     """
     place: dict[str, Any] = dict(device=device, dtype=dtype)
+    _check_name(name)
     if name == "learned":
         return Learned(heads, **place)
     if name == "ssmax":
         return SSMax(torch.full((heads,), 0.43), learn=True).to(**place)
     if name == "adaptive":
         return Adaptive()
-    if name == "query_dependent":
-        return QueryDependent(heads, head_dim, **place)
-    if name == "asentmax":
-        return ASEntmax(heads, head_dim, **place)
-    raise _unknown_name(name)
+    return (QueryDependent if name == "query_dependent" else ASEntmax)(heads, head_dim, **place)
 
 
 def unsized(name: str) -> nn.Module:
@@ -47,24 +47,17 @@ def unsized(name: str) -> nn.Module:
     >>> regard.temperature.unsized("ssmax")
     SSMax(s=[0.43], learn=False)
     """
-    if name == "ssmax":
-        return SSMax()
-    if name == "adaptive":
-        return Adaptive()
-    if name in NAMES:
-        maker = {
-            "learned": "Learned(heads)",
-            "query_dependent": "QueryDependent(heads, head_dim)",
-            "asentmax": "ASEntmax(heads, head_dim)",
-        }[name]
+    _check_name(name)
+    if name in SIZED:
         raise ValueError(
-            f"temperature {name!r} has parameters for a module's heads; create regard.temperature.{maker} and pass "
-            "its parameters to the optimizer"
+            f"temperature {name!r} has parameters for a module's heads; create regard.temperature.{SIZED[name]} and "
+            "pass its parameters to the optimizer"
         )
-    raise _unknown_name(name)
+    return SSMax() if name == "ssmax" else Adaptive()
 
 
-def _unknown_name(name: str) -> ValueError:
-    near = difflib.get_close_matches(str(name), NAMES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return ValueError(f"temperature {name!r} is unknown; {hint}known words: {', '.join(NAMES)}")
+def _check_name(name: str) -> None:
+    if name not in NAMES:
+        near = difflib.get_close_matches(str(name), NAMES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"temperature {name!r} is unknown; {hint}known words: {', '.join(NAMES)}")

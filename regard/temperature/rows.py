@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,11 @@ class Rows(NamedTuple):
     def __call__(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         if torch.compiler.is_compiling():  # captures do not run there
             return self.measure(names)
-        before, _measuring.now = _measuring.now, True
+        before = _measuring.set(True)
         try:
             return self.measure(names)
         finally:
-            _measuring.now = before
+            _measuring.reset(before)
 
 
 def check_sizes(**sizes: int) -> None:
@@ -47,16 +47,12 @@ def check_queries(policy: object, q: Tensor, weight: Tensor) -> None:
         )
 
 
-class _Measuring(threading.local):
-    now = False
-
-
-_measuring = _Measuring()
+_measuring = ContextVar("measuring", default=False)
 
 
 def is_measuring() -> bool:
     """True during a policy's own measuring pass in this thread, whose weights the model does not use."""
-    return _measuring.now
+    return _measuring.get()
 
 
 def visible_keys(problem: Problem) -> Tensor:
@@ -70,7 +66,7 @@ def visible_keys(problem: Problem) -> Tensor:
         captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         is_own = records or transforms or captures or torch.is_inference_mode_enabled()  # a tensor of this call alone
         count = _count_in_reach if is_own else _count_once
-        return count(*place, problem.accumulator).expand(batch, heads, queries).clone()  # a policy may write to it
+        return count(problem.accumulator, *place).expand(batch, heads, queries).clone()  # a policy may write to it
     first, last = _find_reach(*place)
     last = last.expand(batch, 1, queries)
     if problem.key_lengths is not None:
@@ -103,16 +99,9 @@ def _find_reach(
     return first, torch.full_like(i, keys) if right is None else (i + right + 1).clamp(0, keys)
 
 
-def _count_in_reach(
-    queries: int,
-    keys: int,
-    first_query: int,
-    reach: tuple[int | None, int | None],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return how many keys are in each query's reach, [M]."""
-    first, last = _find_reach(queries, keys, first_query, reach, device)
+def _count_in_reach(dtype: torch.dtype, *place: Any) -> Tensor:
+    """Return how many keys are in each query's reach, [M]; `place` are the arguments of `_find_reach`."""
+    first, last = _find_reach(*place)
     return (last - first).clamp_min(0).to(dtype)
 
 

@@ -119,7 +119,7 @@ def test_conditional_claims_name_their_condition(name):
     ],
 )
 def test_the_verdict_follows_from_the_numbers(monkeypatch, name, truth, verdict):
-    module = importlib.import_module(f"regard.lab.claims.{name.replace('-', '_')}")
+    module = importlib.import_module(claims()[name].measure.__module__)
     for field, value in truth.items():
         monkeypatch.setattr(module, field, value)
     assert lab.run(name).verdict == verdict

@@ -8,7 +8,7 @@ With `create_graph=True` the gradients come from the float64 reference instead, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,13 +16,24 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regard._core.problem import TENSORS, Forward, Gradients, Problem, Upstream
+from regard._core.problem import TENSORS, Forward, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
 FUSED = "ScaledDotProduct"  # how torch calls the backward nodes of its fused kernels
 BATCHED = torch._C._dispatch_key_parse("Batched")  # the key of tensors that torch's older vmap maps over
 OPTIONAL = ("bias", "temperature", "sink", "row_bias", "relative", "theta")  # inputs that may have gradients
 LEARNED = {name: TENSORS.index(name) for name in OPTIONAL}  # their places in TENSORS
+
+
+def places_of(wants: Sequence[str]) -> tuple[int, ...]:
+    """Where q, k, v and the inputs of these names stand in `TENSORS`."""
+    return 0, 1, 2, *(place for name, place in LEARNED.items() if name in wants)
+
+
+def spread(found: Iterable[Any], places: Iterable[int]) -> list[Any]:
+    """One entry for each of `TENSORS`: what was found at its place, None elsewhere."""
+    at_place = dict(zip(places, found, strict=True))
+    return [at_place.get(at) for at in range(len(TENSORS))]
 
 
 class FusedAttention(torch.autograd.Function):
@@ -48,13 +59,9 @@ class FusedAttention(torch.autograd.Function):
                 return None, None, *differentiable_gradients(ctx.options, tensors, needs, do, dstats)
         problem = ctx.options.with_tensors(tensors)
         wants = [name for name, place in LEARNED.items() if needs[place]]
-        upstream = make_upstream(problem, torch.zeros_like(saved.o) if do is None else do, dstats, wants)
-        grads = ctx.backend.backward(problem, saved, upstream)
-        found: list[Tensor | None] = [None] * len(TENSORS)
-        found[:3] = grads.q, grads.k, grads.v
-        for name in wants:
-            found[LEARNED[name]] = fit_gradient(grads, name, tensors[LEARNED[name]])
-        return None, None, *found
+        do = torch.zeros_like(saved.o) if do is None else do
+        grads = compute_gradients(ctx.backend, problem, saved, do, dstats, tensors, wants)
+        return None, None, *spread(grads, places_of(wants))
 
 
 def is_batched(x: Tensor | None) -> bool:
@@ -86,25 +93,16 @@ class FusedFormula(torch.autograd.Function):
         return None, None, None, *torch.autograd.grad(y, own, dy, create_graph=torch.is_grad_enabled())
 
 
-def place_gradients(grads: Sequence[Tensor], wants: Sequence[str]) -> list[Tensor | None]:
-    """What `regard::attention_backward` returned, in the order of `TENSORS`; None for inputs that want no gradient."""
-    found: list[Tensor | None] = [*grads[:3], *[None] * (len(TENSORS) - 3)]
-    for (name, place), gradient in zip(LEARNED.items(), grads[3:], strict=True):
-        found[place] = gradient if name in wants else None
-    return found
-
-
-def make_upstream(problem: Problem, do: Tensor, dstats: Tensor | None, wants: Sequence[str]) -> Upstream:
-    """Collect the input of backward: gradients of o and of differentiable statistics, and which inputs want one."""
+def compute_gradients(
+    backend: ModuleType, problem: Problem, saved: Forward, do: Tensor, dstats: Tensor | None, tensors: Any, wants: Any
+) -> list[Tensor]:
+    """(dq, dk, dv, and those of the names `wants`, summed over what was broadcast) by a backend."""
     given = {}
     if dstats is not None:
         given = {name: dstats[problem.stats.index(name)] for name in DIFFERENTIABLE if name in problem.stats}
-    return Upstream(do, given, **{name: name in wants for name in LEARNED})
-
-
-def fit_gradient(grads: Gradients, name: str, like: Any) -> Tensor:
-    """The gradient of an optional input, summed over what was broadcast."""
-    return getattr(grads, name).sum_to_size(like.shape).to(like.dtype).clone()
+    grads = backend.backward(problem, saved, Upstream(do, given, **{name: name in wants for name in LEARNED}))
+    own = [(getattr(grads, TENSORS[at]), tensors[at]) for at in places_of(wants)[3:]]
+    return [grads.q, grads.k, grads.v, *(dx.sum_to_size(x.shape).to(x.dtype).clone() for dx, x in own)]
 
 
 def differentiable_gradients(

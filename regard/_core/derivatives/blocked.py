@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard import reference
-from regard._core.derivatives.autograd import LEARNED
+from regard._core.derivatives.autograd import LEARNED, places_of, spread
 from regard._core.dtypes import widen
-from regard._core.problem import TENSORS, Problem
+from regard._core.problem import Problem
 
 SCORES = 1 << 22  # of the rows that are taken at once
-PLACES = (0, 1, 2, *LEARNED.values())  # of the tensors that have derivatives, in TENSORS
+PLACES = places_of(tuple(LEARNED))  # of the tensors that have derivatives, in TENSORS
 Tensors = Sequence[Tensor | None]
 
 
@@ -90,10 +91,8 @@ class Derivatives:
 
     def _place(self, found: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of `given` in the order of `TENSORS`, in the dtypes of the tensors."""
-        placed: list[Tensor | None] = [None] * len(TENSORS)
-        for at, x in zip(self.places, found, strict=True):
-            placed[at] = x.to(self.kept[at].dtype)  # type: ignore[union-attr]
-        return placed
+        kept: list[Any] = [self.kept[at] for at in self.places]
+        return spread((dx.to(x.dtype) for dx, x in zip(found, kept, strict=True)), self.places)
 
     def _sum(self, of_rows: Callable[[Rows], tuple[Tensor, ...]]) -> list[Tensor]:
         """Σ of_rows(rows) over all rows, entry by entry."""

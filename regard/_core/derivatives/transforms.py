@@ -22,10 +22,10 @@ from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 
-from regard._core.derivatives.autograd import LEARNED, fit_gradient, make_upstream
+from regard._core.derivatives.autograd import LEARNED, compute_gradients, places_of, spread
 from regard._core.derivatives.blocked import Derivatives
 from regard._core.ops.backends import ATTENTION, backend_module, default_device
-from regard._core.problem import TENSORS, Along, Forward, Problem
+from regard._core.problem import Along, Forward, Problem
 
 Maybe = Tensor | None
 
@@ -40,10 +40,7 @@ class Setting:
 
     def spread(self, tensors: Sequence[Maybe]) -> list[Maybe]:
         """The tensors in the order of `TENSORS`, None where the call has none."""
-        found: list[Maybe] = [None] * len(TENSORS)
-        for at, x in zip(self.places, tensors, strict=True):
-            found[at] = x
-        return found
+        return spread(tensors, self.places)
 
     def gather(self, found: Sequence[Maybe]) -> list[Maybe]:
         """Those of the call's tensors, of one entry for each of `TENSORS`."""
@@ -126,12 +123,9 @@ class Attention(torch.autograd.Function):
             return None, *(None for _ in setting.places)
         kept, count = ctx.saved_tensors, len(setting.places)  # once: checkpointing recomputes at each look
         needs = setting.spread(ctx.needs_input_grad[1:])
-        wants = ",".join(name for name, place in LEARNED.items() if needs[place])
-        grads = Gradient.apply(setting, wants, do, *kept[count:], *kept[:count])
-        found: list[Maybe] = [None] * len(TENSORS)
-        for at, gradient in zip(places_of(wants), grads, strict=True):
-            found[at] = gradient
-        return None, *setting.gather(found)
+        wants = [name for name, place in LEARNED.items() if needs[place]]
+        grads = Gradient.apply(setting, ",".join(wants), do, *kept[count:], *kept[:count])
+        return None, *setting.gather(spread(grads, places_of(wants)))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> tuple:
@@ -140,11 +134,6 @@ class Attention(torch.autograd.Function):
             return None, None, None
         given = *kept[count:], *kept[:count], *tangents
         return Tangent.apply(ctx.setting, *given), None, None
-
-
-def places_of(wants: str) -> tuple[int, ...]:
-    """Where q, k, v and the inputs of these names, joined by commas, stand in `TENSORS`."""
-    return 0, 1, 2, *(place for name, place in LEARNED.items() if name in wants.split(","))
 
 
 class Tangent(torch.autograd.Function):
@@ -200,10 +189,8 @@ class Gradient(torch.autograd.Function):
         tensors = setting.spread(given)
         problem, saved = setting.options.with_tensors(tensors), Forward(o, shift, z, o.new_empty(0))
         with default_device(setting.backend):
-            upstream = make_upstream(problem, do, None, wants.split(","))
-            grads = backend_module(ATTENTION, setting.backend).backward(problem, saved, upstream)
-        extra = (fit_gradient(grads, TENSORS[at], tensors[at]) for at in places_of(wants)[3:])
-        return grads.q, grads.k, grads.v, *extra
+            module = backend_module(ATTENTION, setting.backend)
+            return tuple(compute_gradients(module, problem, saved, do, None, tensors, wants.split(",")))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -215,9 +202,7 @@ class Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Maybe) -> tuple:  # type: ignore[override]
         do, *tensors = ctx.saved_tensors
-        given: list[Maybe] = [None] * len(TENSORS)
-        for at, x in zip(places_of(ctx.wants), upstream, strict=True):
-            given[at] = x
+        given = spread(upstream, places_of(ctx.wants.split(",")))
         d_do, found = ctx.setting.derivatives(tensors).gradient_vjp(do, given)
         return None, None, d_do, None, None, None, *ctx.setting.gather(found)
 
@@ -225,7 +210,7 @@ class Gradient(torch.autograd.Function):
     def jvp(ctx: Any, *moved: Any) -> tuple[Maybe, ...]:
         do, *tensors = ctx.saved_tensors
         found = ctx.setting.derivatives(tensors).gradient_jvp(do, moved[2], ctx.setting.spread(moved[6:]))
-        return tuple(found[at] for at in places_of(ctx.wants))
+        return tuple(found[at] for at in places_of(ctx.wants.split(",")))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *given: Any) -> tuple:

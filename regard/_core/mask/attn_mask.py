@@ -36,11 +36,7 @@ class GivenMask(NamedTuple):
 
 
 def split_attn_mask(attn_mask: Any, is_causal: bool, device: torch.device | None, past: int = 0) -> GivenMask:
-    """Take `attn_mask` apart; torch's CausalBias and BlockMask become what they stand for.
-
-    Raises:
-        TypeError: It is neither a tensor, a Mask, a bias nor a pair of a mask and a bias.
-    """
+    """Take `attn_mask` apart; torch's CausalBias and BlockMask become what they stand for."""
     found = GivenMask(is_causal=is_causal)
     if isinstance(attn_mask, (tuple, list)) and not attn_mask:
         raise TypeError("attn_mask must be a tensor, a regard.Mask, a bias or a pair (mask, bias), got an empty one")

@@ -1,17 +1,18 @@
-"""Joins a `regard.Mask` with the arguments beside it: causal order, window, key lengths and an interval per query."""
+"""Checks dense masks, windows and key lengths, and joins them with a `regard.Mask`: an interval per query at most."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from regard._core.mask.attn_mask import GivenMask, find_positions
-from regard._core.mask.parts import Causal, Intervals, Lengths, Packed, Padding, Part, Window
-from regard._core.rows.validation import fits
-from regard._core.validation import check_key_lengths
+from regard._core.mask.parts import INTEGERS, Causal, Intervals, Lengths, Packed, Padding, Part, Window, check_side
+from regard._core.readable import readable
+from regard._core.rows.validation import check_dense, fits, is_float
 from regard.mask import Mask
 
 
@@ -113,3 +114,74 @@ def make_interval(mask: Mask, position: Tensor | None, queries: int, keys: int, 
 
 def _least(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
+
+
+def check_mask(mask, lead, batch: int, heads: int, queries: int, keys: int, q: Tensor) -> Tensor:
+    """Return the mask with 4 dims that broadcast to [B, H, M, N], expanded no more than needed."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
+    check_dense(mask, "attn_mask")
+    if mask.dtype != torch.bool and not is_float(mask):
+        raise TypeError(f"attn_mask must be bool (True = visible) or float16 or wider (added), got {mask.dtype}")
+    if mask.device != q.device:
+        raise ValueError(f"attn_mask must be on q's device {q.device}, got {mask.device}")
+    full = (*lead, queries, keys)
+    if not fits(mask.shape, full):
+        raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(mask.shape)}")
+    may_shrink = _may_undo_expand(mask)
+    while mask.ndim < len(full):
+        mask = mask[None]
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and size > 1:  # expanded by the caller: one copy is enough, and its gradient the sum
+            mask = mask.narrow(dim, 0, 1) if may_shrink else mask.contiguous()
+    inner = mask.shape[-2:]
+    outer = mask.shape[:-2]
+    if len(lead) == 2:
+        return mask
+    if len(lead) < 2:
+        mask = mask.reshape(*(1,) * (2 - len(lead)), *outer, *inner)
+        return mask.transpose(0, 1) if len(lead) == 1 and heads == 1 and batch != 1 else mask
+    if all(size == 1 for size in outer[:-1]):
+        return mask.reshape(1, outer[-1], *inner)
+    return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(batch, outer[-1], *inner)
+
+
+def _may_undo_expand(mask: Tensor) -> bool:
+    """True if one entry may stand for all its expanded copies: not if each copy has a gradient of its own."""
+    if not mask.requires_grad:
+        return True
+    if torch.compiler.is_compiling() or mask.is_leaf or mask.retains_grad:
+        return False
+    return mask.grad_fn is not None and mask.grad_fn.name().startswith("Expand")
+
+
+def check_window(window) -> tuple[int | None, int | None]:
+    """Return (left, right), each None or a number of keys."""
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window must be (left, right), each a number of keys or None, got {window!r}")
+    left, right = window
+    return check_side(left, "window's left side"), check_side(right, "window's right side")
+
+
+def check_key_lengths(key_lengths, batch: int, keys: int, q: Tensor, name: str = "key_lengths") -> Tensor | None:
+    """Return key_lengths as int32 [B] on q's device."""
+    if key_lengths is None:
+        return None
+    if not isinstance(key_lengths, Tensor):
+        try:
+            key_lengths = torch.tensor([operator.index(n) for n in key_lengths], dtype=torch.int64, device="cpu")
+        except TypeError:
+            raise TypeError(f"{name} must be ints, one per batch entry, got {key_lengths!r}") from None
+        except (ValueError, RuntimeError):  # beyond int64
+            raise ValueError(f"{name} must lie in [0, {keys}], got {key_lengths!r}") from None
+    check_dense(key_lengths, name)
+    if key_lengths.dtype not in INTEGERS:
+        raise TypeError(f"{name} must be integers, got {key_lengths.dtype}")
+    if key_lengths.ndim != 1 or key_lengths.shape[0] != batch:
+        raise ValueError(f"{name} must have shape ({batch},), one per batch entry, got {tuple(key_lengths.shape)}")
+    if readable(key_lengths):
+        if key_lengths.numel() and not bool(((key_lengths >= 0) & (key_lengths.long() <= keys)).all()):
+            raise ValueError(f"{name} must lie in [0, {keys}], got {key_lengths.tolist()[:8]}")
+    return key_lengths.to(q.device, torch.int32)

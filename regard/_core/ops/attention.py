@@ -20,10 +20,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from regard._core.derivatives.autograd import (
     LEARNED,
+    compute_gradients,
     differentiable_gradients,
-    fit_gradient,
-    make_upstream,
-    place_gradients,
+    places_of,
+    spread,
 )
 from regard._core.dtypes import accumulator
 from regard._core.ops.backends import ATTENTION, backend_module, default_device, refuse_tangents
@@ -32,7 +32,7 @@ from regard._core.problem import OPTIONS_SCHEMA, TENSORS, Forward, unflatten
 COUNT = len(TENSORS)
 INPUTS = ", ".join(["Tensor q, Tensor k, Tensor v", *(f"Tensor? {name}" for name in TENSORS[3:]), OPTIONS_SCHEMA])
 SAVED = "Tensor o, Tensor shift, Tensor z, Tensor stat_values"  # the fields of `Forward`
-DIFFERENTIABLE_INPUTS = [0, 1, 2, *LEARNED.values()]  # places in TENSORS
+DIFFERENTIABLE_INPUTS = places_of(tuple(LEARNED))  # places in TENSORS
 
 
 @custom_op("regard::attention", mutates_args=(), schema=f"({INPUTS}, str backend) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -72,10 +72,10 @@ def attention_backward(do: Tensor, dstats: Tensor | None, *inputs: Any) -> tuple
     problem = unflatten(tensors, options)
     wanted = wants.split(",")
     with default_device(backend):
-        upstream = make_upstream(problem, do, dstats, wanted)
-        grads = backend_module(ATTENTION, backend).backward(problem, saved, upstream)
-    extra = [fit_gradient(grads, n, tensors[at]) if n in wanted else do.new_empty(0) for n, at in LEARNED.items()]
-    return grads.q, grads.k, grads.v, *extra
+        module = backend_module(ATTENTION, backend)
+        grads = compute_gradients(module, problem, saved, do, dstats, tensors, wanted)
+    found = spread(grads, places_of(wanted))
+    return tuple(do.new_empty(0) if found[at] is None else found[at] for at in DIFFERENTIABLE_INPUTS)
 
 
 @attention_backward.register_fake
@@ -107,7 +107,8 @@ def _backward(ctx, do, dshift, dz, dstats):
     wants = [name for name, place in LEARNED.items() if needs[place]]
     do = torch.zeros_like(saved[0]) if do is None else do
     grads = attention_backward(do, dstats, *saved, *tensors, *ctx.options, ",".join(wants))
-    return *place_gradients(grads, wants), *rest
+    found, wanted = spread(grads, DIFFERENTIABLE_INPUTS), places_of(wants)
+    return *(x if at in wanted else None for at, x in enumerate(found)), *rest
 
 
 attention.register_autograd(_backward, setup_context=_setup)
@@ -127,19 +128,21 @@ def _count_backward_flops(do, dstats, o, shift, z, stat_values, q, k, v, *_, out
     return 2 * batch * heads * queries * k[2] * (3 * width + 2 * v[3])
 
 
+UNMAPPED = {  # inputs that have no batch
+    "score_params": "params of score_mod: every entry has the same",
+    "relative": "a relative bias: every entry has the same; pass a dense attn_mask",
+}
+
+
 def _fold_batch(size: int, batch: int, name: str, arg: Tensor | None, dim: int | None) -> Tensor | None:
     """Fold the mapped dimension of an argument (or of copies of a shared one) into its batch."""
     if arg is None:
         return None
     if name == "seed":
         return arg if dim is None else arg.movedim(dim, 0)[0]
-    if name == "score_params":  # of heads, not of entries
+    if name in UNMAPPED:
         if dim is not None:
-            raise NotImplementedError("vmap over params of score_mod: every entry has the same")
-        return arg
-    if name == "relative":  # it has no batch
-        if dim is not None:
-            raise NotImplementedError("vmap over a relative bias: every entry has the same; pass a dense attn_mask")
+            raise NotImplementedError(f"vmap over {UNMAPPED[name]}")
         return arg
     arg = arg.movedim(dim, 0) if dim is not None else arg.expand(size, *arg.shape)
     if name == "interval":  # [size, 3, B, H, M]

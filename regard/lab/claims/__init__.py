@@ -1,1 +1,1 @@
-"""One file per claim of the notes, each defining `claim`; found by `regard.lab.run.claims`."""
+"""One folder per note, one file per claim; found by `regard.lab.run.claims`."""

@@ -1,10 +1,4 @@
-"""The command `regard explore`: serve the page to this machine's own browser only, or write it to a file.
-
->>> from regard.lab.explorer.command import render
->>> page = render()
->>> "<script src" in page, "function entmax" in page
-(False, True)
-"""
+"""The command `regard explore`: serve the page to this machine's own browser only, or write it to a file."""
 
 from __future__ import annotations
 

@@ -1,15 +1,6 @@
 """Save and load a run in one safetensors file: weights, optimizer, random state, step, history.
 
 The file is written atomically: under a temporary name, then renamed.
-
->>> import tempfile, pathlib
->>> from regard.lab.training import checkpoint
->>> layer = torch.nn.Linear(2, 2)
->>> optimizer = torch.optim.AdamW(layer.parameters())
->>> path = pathlib.Path(tempfile.mkdtemp(), "run.safetensors")
->>> checkpoint.save(path, layer, optimizer, {"step": 7})
->>> checkpoint.load(path, layer, optimizer)
-{'step': 7}
 """
 
 from __future__ import annotations
@@ -40,10 +31,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: 
 
 
 def load(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    check: Callable[[dict], None] = lambda notes: None,
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, check: Callable[[dict], None] = lambda notes: None
 ) -> dict:
     """Restore a run and return its notes; `check` is called with them first and may raise."""
     from safetensors import safe_open

@@ -77,11 +77,9 @@ def _time(options: argparse.Namespace) -> int:
         results = {name: timing.step_times(name, options.preset, options.data, device) for name in options.experiments}
     except (ValueError, OSError) as wrong:
         options.fail(str(wrong))
+    where = describe_machine(torch.device(device))
     for name, times in results.items():
-        write(
-            options.out / name / options.preset / "times.json",
-            dict(where=describe_machine(torch.device(device)), times=times),
-        )
+        write(options.out / name / options.preset / "times.json", dict(where=where, times=times))
         if not options.json:
             timing.table(name, times).show()
     if options.json:
@@ -109,10 +107,8 @@ def table(result: dict) -> Table:
               if name in first and name not in shown]  # fmt: skip
     rows = []
     for variant, numbers in result["summary"].items():
-        cells = [
-            _range(final_values(result, variant, name)) if name in RANGES else _cell(numbers.get(name))
-            for name in shown
-        ]
+        values = {name: final_values(result, variant, name) for name in RANGES}
+        cells = [_range(values[name]) if name in RANGES else _cell(numbers.get(name)) for name in shown]
         rows.append([variant, *cells, f"{numbers['diverged']} of {numbers['runs']}"])
     names = [shown[0] + f" [{result['how']['level']:.0%}]", *(f"{n}, range" if n in RANGES else n for n in shown[1:])]
     return Table(["variant", *names, "diverged"], rows)

@@ -3,11 +3,6 @@
 Both sides of a difference share the seed, hence first weights of equal size and every batch; d̄ ± t·s/√n over the n
 differences. A result of one long run takes the differences window by window of the validation text: that interval
 holds the chance in what was read at the end, not the chance in training.
-
->>> from regard.lab.training.comparison import describe
->>> from regard.lab.estimate import Estimate
->>> describe(Estimate(-0.02, -0.03, -0.01), lower_is_better=True)
-'better'
 """
 
 from __future__ import annotations
@@ -24,19 +19,14 @@ WINDOWS = "window_losses"  # in a record's final: the loss of each validation wi
 def compare(result: dict, metric: str | None = None, base: str = BASE) -> dict[str, Estimate]:
     """Return variant → the mean of variant − base with its interval, for variants with two differences or more."""
     found = {}
+    windows = {r["variant"]: r["final"].get(WINDOWS, []) for r in result["records"] if not r["diverged"]}
     for variant in result["summary"]:
         differences = paired_differences(result, variant, base, metric)
-        if len(differences) == 1:
-            differences = window_differences(result, variant, base)
+        if len(differences) == 1:  # one run per variant: window by window
+            differences = [a - b for a, b in zip(windows[variant], windows[base], strict=True)]
         if variant != base and len(differences) > 1:
             found[variant] = estimate(differences)
     return found
-
-
-def window_differences(result: dict, variant: str, base: str = BASE) -> list[float]:
-    """Return variant − base of each validation window, for results of one run per variant."""
-    runs = {r["variant"]: r["final"].get(WINDOWS, []) for r in result["records"] if not r["diverged"]}
-    return [a - b for a, b in zip(runs[variant], runs[base], strict=True)]
 
 
 def describe(difference: Estimate, lower_is_better: bool) -> str:
@@ -57,17 +47,11 @@ def table(result: dict) -> Table:
     metric, differences = result["metric"], compare(result)
     rows = []
     for name in sorted_by_metric(result):
-        told = result["summary"][name]
-        mean = told.get(metric, {}).get("mean")
-        ours = differences.get(name)
-        rows.append([
-            name,
-            "" if mean is None else f"{mean:.4g}",
-            plus_minus(ours) if ours else "",
-            describe(ours, is_lower_better(result)) if ours else "",
-            f"{told['parameters'] / 1e6:.2f} M",
-            f"{told['diverged']} of {told['runs']}",
-        ])  # fmt: skip
+        told, ours = result["summary"][name], differences.get(name)
+        mean = f"{told[metric]['mean']:.4g}" if metric in told else ""
+        judged = [plus_minus(ours), describe(ours, is_lower_better(result))] if ours else ["", ""]
+        counts = f"{told['parameters'] / 1e6:.2f} M", f"{told['diverged']} of {told['runs']}"
+        rows.append([name, mean, *judged, *counts])
     difference = f"− {BASE}, {result['how']['level']:.0%}"
     columns = ["variant", metric, difference, "verdict", "parameters", "diverged"]
     return Table(columns, rows, numbers=[metric, "parameters"])

@@ -5,23 +5,7 @@
     result = all records of an experiment, and per variant a t-interval over the seeds
 
 An experiment defines what varies, how a model is made from it, and its size; training, checkpoints, results and
-progress are shared. A whole file, but for its figures (see `experiments/scale.py`):
-
-    experiment = Experiment(
-        name="scale",
-        question="What does the scale do to loss and entropy?",
-        variants={"none": {"attention": {"score": "dot"}}, "sqrt": {"attention": {"score": "scaled_dot"}}},
-        make=lambda setting: LanguageTrial(setting),   # setting.options = preset.sizes, then the variant's
-        presets={
-            "small": Preset(steps=60, every=20, sizes={"width": 64}, learner="sqrt", learns={"loss": 2.0}),
-            "full": Preset(steps=1500, every=100, sizes={"width": 256}),
-        },
-        figures=figures,                               # results (a dict, see results.py) → name → Figure
-    )
-
->>> from regard.lab import training
->>> training.get("scale").presets["small"].seeds
-3
+progress are shared. `experiments/scale.py` is a short one.
 """
 
 from __future__ import annotations
@@ -115,6 +99,11 @@ class Preset:
     learner: str = ""
     learns: Mapping[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def small(cls, steps: int, every: int, learner: str, loss: float, **sizes: Any) -> Preset:
+        """Return a preset of minutes on a CPU, in which `learner` must end below that loss."""
+        return cls(steps, every, sizes, learner=learner, learns={"loss": loss})
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -125,7 +114,7 @@ class Experiment:
     variants: Mapping[str, Mapping[str, Any]]
     make: Callable[[Setting], Trial]
     presets: Mapping[str, Preset]
-    figures: Callable[[dict], Mapping[str, Figure]]
+    figures: Callable[[dict], Mapping[str, Figure]]  # of the result, see `results.py`
     table: Callable[[dict], Table] | None = None  # of the results, in place of one row per variant
     reads: str = "file"  # what --data may be: a "file" of text, a "folder" of sentence pairs, or "" for nothing
     metric: str = "loss"  # the headline, one of the names that `evaluate` or `finish` gives

@@ -25,35 +25,21 @@ from regard.lab.training.experiment import Experiment, Preset, Trial
 from regard.lab.training.step import Step
 
 Tick = Callable[[int, float], None]  # step, loss
+IGNORE: Tick = lambda step, loss: None  # noqa: E731
 PAUSE = 10.0  # seconds between two checkpoints
 
 
 def run(
-    experiment: Experiment,
-    preset: str,
-    variant: str,
-    seed: int,
-    folder: Path,
-    data: Path | None = None,
-    device: str = "cpu",
-    tick: Tick = lambda step, loss: None,
-    pause: float = PAUSE,
+    experiment: Experiment, preset: str, variant: str, seed: int, folder: Path, tick: Tick = IGNORE, **options: Any
 ) -> dict:
-    """Train one run, or resume it, and return its record; see `run_together`. `tick` gets (step, loss)."""
-    return run_together(experiment, preset, variant, [seed], folder, data, device, lambda _, *now: tick(*now), pause)[0]
+    """Train one run, or resume it, and return its record; `tick` gets (step, loss), the rest is `run_together`'s."""
+    return run_together(experiment, preset, variant, [seed], folder, tick=lambda _, *now: tick(*now), **options)[0]
 
 
 def run_together(
-    experiment: Experiment,
-    preset: str,
-    variant: str,
-    seeds: Sequence[int],
-    folder: Path,
-    data: Path | None = None,
-    device: str = "cpu",
-    tick: Callable[[int, int, float], None] = lambda seed, step, loss: None,
-    pause: float = PAUSE,
-) -> list[dict]:
+    experiment: Experiment, preset: str, variant: str, seeds: Sequence[int], folder: Path, data: Path | None = None,
+    device: str = "cpu", tick: Callable[[int, int, float], None] = lambda seed, step, loss: None, pause: float = PAUSE,
+) -> list[dict]:  # fmt: skip
     """Train the seeds of a variant by turns, a step each, or resume them, and return their records.
 
     A finished run is read, not repeated. `folder` is where checkpoints and records are; `tick` is called with (seed,
@@ -114,9 +100,8 @@ def _train(
     state, optimizer = path.with_suffix(".safetensors"), trial.optimizer()
     history, start, spent = [], 0, 0.0
     if state.exists():
-        notes = checkpoint.load(
-            state, trial.model, optimizer, lambda notes: _check_identity(identity, notes["identity"], state)
-        )
+        check = partial(_check_identity, identity, path=state)
+        notes = checkpoint.load(state, trial.model, optimizer, lambda notes: check(notes["identity"]))
         history, start, spent = notes["history"], notes["step"], notes["seconds"]
     else:
         history.append({"step": 0, **evaluate(trial)})
@@ -147,7 +132,7 @@ def _train(
         parameters=sum(p.numel() for p in trial.model.parameters()),
         seconds=round(spent + time.perf_counter() - began, 2),
         history=[round_numbers(entry) for entry in history],
-        final=None if bad is not None else round_numbers({**history[-1], **finish(trial)}),
+        final=None if bad is not None else round_numbers({**history[-1], **evaluate(trial, finished=True)}),
     )
 
 
@@ -157,20 +142,13 @@ def describe_machine(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}, Python {platform.python_version()}, regard {regard.__version__}"
 
 
-def evaluate(trial: Trial) -> dict[str, float]:
-    """Return the trial's evaluation, in eval mode and without gradients."""
+def evaluate(trial: Trial, finished: bool = False) -> dict[str, Any]:
+    """Return the trial's evaluation, or what it adds after the last step, in eval mode and without gradients."""
     trial.model.eval()
     with torch.no_grad():
-        numbers = trial.evaluate()
+        numbers = trial.finish() if finished else trial.evaluate()
     trial.model.train()
     return numbers
-
-
-def finish(trial: Trial) -> dict[str, Any]:
-    """Return what the trial adds after its last step."""
-    trial.model.eval()
-    with torch.no_grad():
-        return trial.finish()
 
 
 def write(path: Path, content: dict) -> None:

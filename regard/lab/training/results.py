@@ -3,11 +3,6 @@
 A result is JSON: `{"experiment", "preset", "question", "metric", "how", "records": […], "summary":
 {variant: {"runs", "diverged", metric: {"mean", "low", "high", "n"}}}}`. Diverged runs are counted; the means
 are over the others, `n` of them.
-
->>> from regard.lab.training.results import interval
->>> low, high = interval([1.0, 2.0, 3.0])
->>> round(low, 3), round(high, 3)
-(-0.484, 4.484)
 """
 
 from __future__ import annotations
@@ -69,11 +64,7 @@ def group_by_sign(differences: Mapping[str, Estimate]) -> dict[int, str]:
 
 
 def collect(
-    experiment: Experiment,
-    preset: str,
-    records: Sequence[dict],
-    command: str = "",
-    left_out: Mapping[str, str] | None = None,
+    experiment: Experiment, preset: str, records: Sequence[dict], command: str = "", left_out: Mapping | None = None
 ) -> dict:
     """Return the result of all records of one experiment; `left_out` says why a variant has none."""
     how = dict(
@@ -98,15 +89,11 @@ def collect(
 def summary(records: Sequence[dict]) -> dict[str, Any]:
     """Return {"runs", "diverged", "parameters", metric: {"mean", "low", "high", "n"}, …} of one variant."""
     finished = [record for record in records if not record["diverged"]]
-    numbers: dict[str, Any] = dict(
-        runs=len(records), diverged=len(records) - len(finished), parameters=records[0]["parameters"]
-    )
-    names = [
-        name for name, value in (finished[0]["final"] if finished else {}).items() if isinstance(value, int | float)
-    ]
-    for name in names:
+    numbers: dict[str, Any] = dict(runs=len(records), diverged=len(records) - len(finished))
+    numbers["parameters"] = records[0]["parameters"]
+    for name, first in finished[0]["final"].items() if finished else ():
         values = [r["final"][name] for r in finished if r["final"].get(name) is not None]
-        if name != "step" and values:
+        if name != "step" and isinstance(first, int | float) and values:
             low, high = interval(values)
             numbers[name] = round_numbers(dict(mean=statistics.fmean(values), low=low, high=high, n=len(values)))
     return numbers

@@ -11,6 +11,7 @@ The gathered keys take N · (D + E) · G · B numbers on each rank, with two tim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from regard._core.problem import Forward, Gradients, Problem, Upstream
 from regard.parallel.gradients import RowGradients, slice_upstream
+from regard.parallel.group import pack, unpack
 from regard.parallel.layout import count_positions, locate_spans
 from regard.parallel.plan import Plan
 
@@ -68,15 +70,12 @@ def _gather_keys(plan: Plan) -> tuple[Tensor, Tensor]:
     mine, group = (plan.problem.k, plan.problem.v), plan.group
     whole = tuple(x.new_empty((*x.shape[:2], plan.total_keys, x.shape[3])) for x in mine)
     for owner, own in enumerate(plan.keys):
-        sizes = [(*x.shape[:2], count_positions(own), x.shape[3]) for x in mine]
-        counts = [torch.Size(size).numel() for size in sizes]
-        flat = mine[0].new_empty(sum(counts))
-        if owner == group.rank:
-            flat = torch.cat([x.reshape(-1) for x in mine])
-        parts = group.broadcast(flat, owner, "gather forward", owner).split(counts)
-        for x, part, size in zip(whole, parts, sizes, strict=True):
+        shapes = [(*x.shape[:2], count_positions(own), x.shape[3]) for x in mine]
+        flat = pack(*mine) if owner == group.rank else mine[0].new_empty(sum(map(math.prod, shapes)))
+        parts = unpack(group.broadcast(flat, owner, "gather forward", owner), shapes)
+        for x, part in zip(whole, parts, strict=True):
             for (start, stop), here in locate_spans(own):
-                x[:, :, start:stop] = part.view(size)[:, :, here]
+                x[:, :, start:stop] = part[:, :, here]
     return whole  # type: ignore[return-value]
 
 
@@ -86,9 +85,8 @@ def _own_sums(plan: Plan, dk: Tensor, dv: Tensor, shared: bool) -> tuple[Tensor,
     for owner, own in enumerate(plan.keys):
         cut = [torch.cat([x[:, :, start:stop] for start, stop in own], 2) for x in (dk, dv)]
         if not shared:
-            flat = torch.cat([x.reshape(-1) for x in cut])
-            total = group.reduce(flat, owner, "gather backward", owner).split([x.numel() for x in cut])
-            cut = [x.view(like.shape) for x, like in zip(total, cut, strict=True)]
+            total = group.reduce(pack(*cut), owner, "gather backward", owner)
+            cut = unpack(total, [x.shape for x in cut])
         if owner == group.rank:
             mine = cut[0], cut[1]
     return mine

@@ -13,27 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from regard._core.problem import Gradients, Upstream, Whole
 from regard.parallel.gradients import KeyGradients, RowGradients, slice_rows, slice_upstream
+from regard.parallel.group import pack, unpack
 from regard.parallel.layout import count_positions
-from regard.parallel.merge import Total, add_part, empty_part
+from regard.parallel.merge import Total, merge_pairs
 from regard.parallel.plan import Plan
 
 
 def forward(plan: Plan) -> list[Total]:
     """Return the totals of this rank's query chunks over the keys of all ranks."""
-    problem, group = plan.problem, plan.group
-    totals = [Total(problem.choice) for _ in plan.queries[group.rank]]
-    for owner, k, v in _rotate_keys(plan, "ring forward"):
-        for here, _, pair in plan.pairs(problem, plan.queries[group.rank], plan.keys[owner], k, v):
-            add_part(totals, plan.queries[group.rank], here, plan.engine.forward(pair))
-    for total, (_, rows) in zip(totals, plan.rows(problem, plan.queries[group.rank]), strict=True):
-        if total.o is None:
-            total.add(empty_part(rows))
-    return totals
+    queries = plan.queries[plan.group.rank]
+    visits = _rotate_keys(plan, "ring forward")
+    pairs = (pair for owner, k, v in visits for pair in plan.pairs(plan.problem, queries, plan.keys[owner], k, v))
+    return merge_pairs(plan, queries, pairs)
 
 
 def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
@@ -50,10 +45,8 @@ def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
         if step:
             if pending is not None:
                 visitor.flat += pending.wait()
-            following = visitor.flat.new_empty(
-                _packed_size(plan, (owner - 1) % group.world)
-            )  # the next keys' gradients; in the last step this rank's own
-            pending = group.exchange(visitor.flat, following, "ring backward", step)
+            size = _packed_size(plan, (owner - 1) % group.world)  # of the next keys; in the last step this rank's own
+            pending = group.exchange(visitor.flat, visitor.flat.new_empty(size), "ring backward", step)
     if pending is not None:
         keys.flat += pending.wait()
     return Gradients(rows.q, keys.k, keys.v, rows.bias, rows.temperature)
@@ -63,7 +56,7 @@ def _rotate_keys(plan: Plan, step: str) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (owner, k, v) of every rank's keys, its own first; the next are received meanwhile."""
     group, problem = plan.group, plan.problem
     k, v = problem.k, problem.v
-    flat = _pack(k, v) if group.world > 1 else None
+    flat = pack(k, v) if group.world > 1 else None
     for t in range(group.world):
         owner = (group.rank - t) % group.world
         pending = None
@@ -74,18 +67,9 @@ def _rotate_keys(plan: Plan, step: str) -> Iterator[tuple[int, Tensor, Tensor]]:
         if pending is not None:
             flat = pending.wait()
             n = count_positions(plan.keys[(owner - 1) % group.world])
-            k, v = _unpack(flat, (*problem.k.shape[:2], n, k.shape[3]), (*problem.v.shape[:2], n, v.shape[3]))
+            k, v = unpack(flat, [(*x.shape[:2], n, x.shape[3]) for x in (k, v)])
 
 
 def _packed_size(plan: Plan, owner: int) -> int:
     batch, groups, _, d = plan.problem.k.shape
     return batch * groups * count_positions(plan.keys[owner]) * (d + plan.problem.v.shape[3])
-
-
-def _pack(k: Tensor, v: Tensor) -> Tensor:
-    return torch.cat([k.reshape(-1), v.reshape(-1)])
-
-
-def _unpack(flat: Tensor, k_shape, v_shape) -> tuple[Tensor, Tensor]:
-    split = torch.Size(k_shape).numel()
-    return flat[:split].view(k_shape), flat[split:].view(v_shape)

@@ -11,24 +11,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from regard._core.problem import Gradients, Part, Problem, Upstream, Whole
 from regard.parallel.gradients import KeyGradients, RowGradients, slice_rows, slice_upstream
-from regard.parallel.group import RankGroup
-from regard.parallel.merge import Total, add_part, empty_part
+from regard.parallel.group import RankGroup, pack, unpack
+from regard.parallel.merge import Total, merge_pairs
 from regard.parallel.plan import Plan
 
 
 def forward(plan: Plan) -> list[Total]:
     """Return the totals of the query chunks over the keys of all ranks, the same on every rank."""
-    queries, totals = plan.queries[0], [Total(plan.problem.choice) for _ in plan.queries[0]]
-    for here, _, pair in _pairs(plan):
-        add_part(totals, queries, here, plan.engine.forward(pair))
-    for total, (_, chunk) in zip(totals, plan.rows(plan.problem, queries), strict=True):
-        if total.o is None:
-            total.add(empty_part(chunk))
-    return [all_merge(plan.group, total) for total in totals]
+    return [all_merge(plan.group, total) for total in merge_pairs(plan, plan.queries[0], _pairs(plan))]
 
 
 def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
@@ -60,16 +53,16 @@ def all_merge(group: RankGroup, total: Total, step: str = "tree") -> Total:
     size = 1 << (group.world.bit_length() - 1)  # the largest power of two
     rank, extra = group.rank, group.world - size
     if rank >= size:
-        _send(group, total, rank - size, step, 0)
-        return _receive(group, total, rank - size, step, size.bit_length())
+        _swap(group, total, rank - size, step, 0, receives=False)
+        return _swap(group, total, rank - size, step, size.bit_length(), sends=False)
     if rank < extra:
-        total = _merge_totals(total, _receive(group, total, rank + size, step, 0))
+        total = _merge_totals(total, _swap(group, total, rank + size, step, 0, sends=False))
     for round_ in range(size.bit_length() - 1):
         partner = rank ^ (1 << round_)
-        other = _exchange(group, total, partner, step, 1 + round_)
+        other = _swap(group, total, partner, step, 1 + round_)
         total = _merge_totals(total, other) if rank < partner else _merge_totals(other, total)
     if rank < extra:
-        _send(group, total, rank + size, step, size.bit_length())
+        _swap(group, total, rank + size, step, size.bit_length(), receives=False)
     return total
 
 
@@ -79,26 +72,11 @@ def _merge_totals(first: Total, second: Total) -> Total:
     return total
 
 
-def _exchange(group: RankGroup, total: Total, partner: int, step: str, at: int) -> Total:
-    sent = _pack(total)
-    received = group.send_receive(sent, torch.empty_like(sent), partner, partner, step, at).wait()
-    return _unpack(received, total)
-
-
-def _send(group: RankGroup, total: Total, to: int, step: str, at: int) -> None:
-    group.send_receive(_pack(total), None, to, to, step, at).wait()
-
-
-def _receive(group: RankGroup, like: Total, source: int, step: str, at: int) -> Total:
-    received = group.send_receive(None, torch.empty_like(_pack(like)), source, source, step, at).wait()
-    return _unpack(received, like)
-
-
-def _pack(total: Total) -> Tensor:
-    return torch.cat([x.reshape(-1) for x in (total.o, total.m, total.z)])
-
-
-def _unpack(flat: Tensor, like: Total) -> Total:
-    parts = flat.split([x.numel() for x in (like.o, like.m, like.z)])
-    o, m, z = (part.view(x.shape) for part, x in zip(parts, (like.o, like.m, like.z), strict=True))
-    return Total(like.choice, o, m, z)
+def _swap(
+    group: RankGroup, total: Total, peer: int, step: str, at: int, sends: bool = True, receives: bool = True
+) -> Total:
+    """Send a total to another rank, receive the other's, or both; return the received one, else this rank's."""
+    flat, shapes = pack(total.o, total.m, total.z), [x.shape for x in (total.o, total.m, total.z)]
+    room = torch.empty_like(flat) if receives else None
+    received = group.send_receive(flat if sends else None, room, peer, peer, step, at).wait()
+    return Total(total.choice, *unpack(received, shapes)) if receives else total

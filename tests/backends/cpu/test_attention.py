@@ -9,8 +9,8 @@ from random_problems import close, draw, oracle
 from rows_data import FUSED, ONE_OF_EACH, slow_but
 
 from regard import normalizers, reference
+from regard._backends import philox
 from regard._backends.cpu.attention import launch as attention
-from regard._core import philox
 from regard._core.problem import Problem, Upstream
 from regard.statistics import NAMES
 

@@ -15,11 +15,11 @@ from launches import Watched, launched
 from rows_data import FUSED
 
 from regard import normalizers, reference, statistics
+from regard._backends import philox
 from regard._backends.gpu.attention import config
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.backward import bias, dkv, dq
 from regard._backends.gpu.attention.forward import launch as forward
-from regard._core import philox
 from regard._core.problem import Forward, Problem, Upstream
 
 pytestmark = [

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from regard._backends import philox
 from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import limits, statistics
 from regard._backends.gpu.attention.forward import decode
 from regard._backends.gpu.attention.tiles import Config, Options, View
-from regard._core import philox
 from regard._core.device import has_large_shared_memory
 from regard._core.problem import Problem
 

@@ -3,7 +3,7 @@
 Additive scores w·tanh(q + k) have d_k more weights per head and layer than the others, 256 in all of 0.85 million.
 """
 
-from regard.lab.training.experiment import Experiment, Setting
+from regard.lab.training.experiment import Experiment, Preset, Setting
 from regard.lab.training.results import draw_training
 from regard.lab.training.trials import head_dims
 from regard.lab.training.trials.language import LanguageTrial
@@ -34,10 +34,8 @@ experiment = Experiment(
     variants=head_dims.variants(SCORES),
     make=make,
     presets={
-        "small": head_dims.preset(
-            30, 15, layers=1, length=24, batch=8, rows=32, learner="scaled-d64", learns={"loss": 2.0}
-        ),
-        "full": head_dims.preset(500, 100, layers=1, length=64, batch=16, rows=64),
+        "small": Preset.small(30, 15, "scaled-d64", 2.0, **head_dims.sizes(layers=1, length=24, batch=8, rows=32)),
+        "full": Preset(500, 100, head_dims.sizes(layers=1, length=64, batch=16, rows=64)),
     },
     figures=figures,
 )

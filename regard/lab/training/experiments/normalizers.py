@@ -39,13 +39,7 @@ experiment = Experiment(
     variants={name: {"heads": 4, "attention": {"normalizer": spec}} for name, spec in NORMALIZERS.items()},
     make=LanguageTrial,
     presets={
-        "small": Preset(
-            steps=60,
-            every=20,
-            sizes={"layers": 1, "width": 128, "length": 48, "batch": 8, "validation": 2048},
-            learner="softmax",
-            learns={"loss": 2.0},
-        ),
+        "small": Preset.small(60, 20, "softmax", 2.0, layers=1, width=128, length=48, batch=8, validation=2048),
         "full": head_dims.FULL,
     },
     figures=figures,
@@ -60,18 +54,10 @@ translation = Experiment(
     },
     make=TranslationTrial,
     presets={
-        "small": Preset(
-            steps=120,
-            every=40,
-            sizes={"layers": 1, "heads": 2, "width": 64, "length": 12, "batch": 32, "dropout": 0.0, "rate": 5e-3},
-            learner="softmax",
-            learns={"loss": 0.8},
+        "small": Preset.small(
+            120, 40, "softmax", 0.8, layers=1, heads=2, width=64, length=12, batch=32, dropout=0.0, rate=5e-3
         ),
-        "full": Preset(
-            steps=1600,
-            every=400,
-            sizes={"layers": 2, "heads": 4, "width": 256, "length": 32, "batch": 128, "dropout": 0.2, "rate": 1e-3},
-        ),
+        "full": Preset(1600, 400, dict(layers=2, heads=4, width=256, length=32, batch=128, dropout=0.2, rate=1e-3)),
     },
     reads="folder",
     metric="bleu",

@@ -5,6 +5,7 @@ highest priority. The model is that of arXiv 2410.01104: items through an MLP, o
 answer. The more items, the closer the second best: at n items some 1/n of a priority apart.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,30 +22,15 @@ from regard.temperature import Adaptive
 
 CLASSES = 10
 TRAINED = 16  # items at most, unless an option says otherwise
-PUBLISHED = {  # arXiv 2410.01104: % correct
-    16: (98.6, 98.6),
-    64: (94.3, 94.5),
-    256: (81.3, 82.1),
-    1024: (53.8, 57.7),
-    4096: (22.6, 24.9),
-    16384: (12.4, 14.0),
-}
+PUBLISHED = {  # arXiv 2410.01104: items → % correct by softmax, and with the paper's polynomial
+    16: (98.6, 98.6), 64: (94.3, 94.5), 256: (81.3, 82.1), 1024: (53.8, 57.7), 4096: (22.6, 24.9), 16384: (12.4, 14.0),
+}  # fmt: skip
 AFTERWARDS = {"published": Adaptive("published"), "refit": Adaptive("refit")}  # added after training
 BATCH_ITEMS = 2**19  # items tested at once
 AHEAD = 64  # steps whose rows are drawn at once
 UNSEEN = 2**31  # added to the seeds of rows that are tested on; a generator keeps 32 bits of its seed
-SMALL = Preset(
-    steps=200,
-    every=100,
-    sizes={"width": 64, "batch": 128, "tests": [16, 64, 256, 1024], "items": 2**15, "rate": 3e-3},
-    learner="softmax",
-    learns={"loss": 0.7},
-)
-FULL = Preset(
-    steps=3000,
-    every=500,
-    sizes={"width": 128, "batch": 256, "tests": list(PUBLISHED), "items": 2**22, "rows": 512, "rate": 2e-3},
-)
+SMALL = Preset.small(200, 100, "softmax", 0.7, width=64, batch=128, tests=[16, 64, 256, 1024], items=2**15, rate=3e-3)
+FULL = Preset(3000, 500, dict(width=128, batch=256, tests=list(PUBLISHED), items=2**22, rows=512, rate=2e-3))
 SHOWN = ("softmax", "ssmax", "adaptive", "query-dependent", "qk-norm", "entmax15")  # six lines are distinguishable
 
 
@@ -72,16 +58,14 @@ class RetrievalTrial(Trial):
     added after training.
     """
 
-    rate = 1e-3
-
     def __init__(self, setting: Setting) -> None:
-        self.setting, self.size = setting, setting.options["batch"]
-        self.tests, self.items = setting.options["tests"], setting.options["items"]
-        self.rate = setting.options.get("rate", self.rate)
-        self.trained, self.afterwards = setting.options.get("trained", TRAINED), setting.options.get("afterwards", True)
+        options = setting.options
+        self.setting, self.size, self.rate = setting, options["batch"], options["rate"]
+        self.tests, self.items = options["tests"], options["items"]
+        self.trained, self.afterwards = options.get("trained", TRAINED), options.get("afterwards", True)
         self._chunk = -1
         self._rows: tuple[Tensor, ...] = ()
-        self.model = Retriever(setting.options["width"], setting.options.get("attention", {})).to(setting.device)
+        self.model = Retriever(options["width"], options.get("attention", {})).to(setting.device)
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
         chunk, at = divmod(step, AHEAD)
@@ -187,10 +171,8 @@ def table(result: dict) -> Table:
     runs = [r["final"] for r in result["records"] if not r["diverged"]]
     tests = [n for n in PUBLISHED if f"refit@{n}" in runs[0]]
     wins = {n: plus_minus(estimate([run[f"refit@{n}"] - run[f"published@{n}"] for run in runs])) for n in tests}
-    paper = {
-        name: {n: f"{PUBLISHED[n][at]:.1f}" for n in tests}
-        for at, name in enumerate(("paper, softmax", "paper, with its polynomial"))
-    }
+    names = enumerate(("paper, softmax", "paper, with its polynomial"))
+    paper = {name: {n: f"{PUBLISHED[n][at]:.1f}" for n in tests} for at, name in names}
     ours = {"softmax": "own", "with the published polynomial": "published", "with the refit": "refit"}
     rows = {f"ours, {name}": ("softmax", how) for name, how in ours.items()}
     return accuracy_table(result, rows, {**paper, "refit − published polynomial": wins})
@@ -205,17 +187,12 @@ def accuracy_figure(lines: dict) -> Figure:
 
 def figures(result: dict) -> dict[str, Figure]:
     """Draw accuracy against n: ours, with a temperature added after training, and the published curves."""
-    ours = {
-        "softmax": curve(result, "softmax", "own"),
-        "with the published β": curve(result, "softmax", "published"),
-        "with the refit": curve(result, "softmax", "refit"),
-    }
-    known = [n for n in ours["softmax"][0] if n in PUBLISHED]
-    paper = {
-        name: (known, *[[PUBLISHED[n][at] for n in known]] * 3)
-        for at, name in enumerate(("paper, softmax", "paper, with its β"))
-    }
-    return {"afterwards": accuracy_figure({**ours, **paper})}
+    hows = {"softmax": "own", "with the published β": "published", "with the refit": "refit"}
+    lines = {name: curve(result, "softmax", how) for name, how in hows.items()}
+    known = [n for n in lines["softmax"][0] if n in PUBLISHED]
+    for at, name in enumerate(("paper, softmax", "paper, with its β")):
+        lines[name] = (known, *[[PUBLISHED[n][at] for n in known]] * 3)
+    return {"afterwards": accuracy_figure(lines)}
 
 
 experiment = Experiment(
@@ -239,10 +216,9 @@ def table_by_variant(result: dict) -> Table:
     return accuracy_table(result, {name: (name, "own") for name in result["summary"]}, {})
 
 
-def figures_by_variant(result: dict) -> dict[str, Figure]:
+def figures_by_variant(result: dict, shown: Sequence[str] = SHOWN) -> dict[str, Figure]:
     """Draw % correct of the variants against the number of items."""
-    shown = [name for name in SHOWN if name in result["summary"]]
-    return {"length": accuracy_figure({name: curve(result, name, "own") for name in shown})}
+    return {"length": accuracy_figure({n: curve(result, n, "own") for n in shown if n in result["summary"]})}
 
 
 trained = Experiment(
@@ -259,10 +235,7 @@ trained = Experiment(
         "entmax15-ssmax": {"attention": {"normalizer": "entmax15", "temperature": "ssmax"}},
     },
     make=RetrievalTrial,
-    presets={
-        "small": replace(SMALL, learner="ssmax"),
-        "full": FULL,
-    },
+    presets={"small": replace(SMALL, learner="ssmax"), "full": FULL},
     figures=figures_by_variant,
     table=table_by_variant,
     reads="",

@@ -2,7 +2,7 @@
 
 import math
 
-from regard.lab.training.experiment import Experiment
+from regard.lab.training.experiment import Experiment, Preset
 from regard.lab.training.results import draw_training
 from regard.lab.training.trials import head_dims
 from regard.lab.training.trials.language import LanguageTrial
@@ -29,9 +29,7 @@ experiment = Experiment(
     variants=head_dims.variants(SCALES),
     make=LanguageTrial,
     presets={
-        "small": head_dims.preset(
-            60, 20, layers=1, length=48, batch=8, rows=32, learner="sqrt-d64", learns={"loss": 1.9}
-        ),
+        "small": Preset.small(60, 20, "sqrt-d64", 1.9, **head_dims.sizes(layers=1, length=48, batch=8, rows=32)),
         "full": head_dims.FULL,
     },
     figures=figures,

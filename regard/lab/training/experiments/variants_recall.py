@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.lab.training.experiment import Experiment, Preset, Setting, Trial
-from regard.lab.training.experiments.variants_length import COMPARED, figures, table
+from regard.lab.training.experiments.variants_length import COMPARED, TESTS, figures, table
 from regard.lab.training.trials.attention import compared
 from regard.lab.training.trials.language import Block
 
@@ -132,27 +132,22 @@ experiment = Experiment(
     variants=compared(TRAINED, COMPARED),
     make=RecallTrial,
     presets={
-        "small": Preset(
-            steps=150,
-            every=75,
-            sizes=dict(layers=1, heads=2, width=64, batch=32, queries=16, rate=5e-3, rows=8, tests=[256, 512]),
-            learner="softmax",
-            learns={"loss": 1.0},
+        "small": Preset.small(
+            150,
+            75,
+            "softmax",
+            1.0,
+            layers=1,
+            heads=2,
+            width=64,
+            batch=32,
+            queries=16,
+            rate=5e-3,
+            rows=8,
+            tests=TESTS[:2],
         ),
         "full": Preset(
-            steps=1000,
-            every=500,
-            sizes={
-                "layers": 2,
-                "heads": 4,
-                "width": 128,
-                "batch": 64,
-                "queries": 32,
-                "rate": 2e-3,
-                "rows": 64,
-                "tests": [256, 512, 1024, 2048, 4096, 8192],
-            },
-            seeds=5,
+            1000, 500, dict(layers=2, heads=4, width=128, batch=64, queries=32, rate=2e-3, rows=64, tests=TESTS), 5
         ),
     },
     figures=figures,

@@ -1,10 +1,4 @@
-"""`make_attention`: the attention module of a trial's options; `compared`: the kinds that "what wins?" compares.
-
->>> from regard.lab.training.trials.attention import make_attention, mlp_width
->>> layer = make_attention(16, 2, {"normalizer": "entmax15"}, "causal")
->>> layer.normalizer, mlp_width(16, layer)
-('entmax15', 64)
-"""
+"""`make_attention`: the attention module of a trial's options; `compared`: the kinds that "what wins?" compares."""
 
 from __future__ import annotations
 
@@ -22,16 +16,11 @@ PLACES = {"causal": ("causal",), "self": ("causal", "self"), "any": ("causal", "
 def make_attention(
     width: int, heads: int, options: Mapping[str, Any], place: str, bias: bool = False, index: int = 0
 ) -> nn.Module:
-    """Return an attention module of `regard.nn`.
+    """Return an attention module of `regard.nn`; `place` is "causal", "self" or "cross", `index` the layer's.
 
-    Args:
-        width, heads: its size.
-        options: arguments of the module, and what does not go to it: `module`, its class (default MultiheadAttention);
-            `needs`, "causal" or "self" if it is defined for causal or for self-attention alone, and elsewhere attention
-            is plain; `paired`, True if it has half as many heads of two maps each; `indexed`, True if it takes `layer`.
-        place: "causal", "self" or "cross".
-        bias: whether the projections have a bias.
-        index: the layer's place in the model.
+    Options are its arguments, and what does not go to it: `module`, its class (default MultiheadAttention); `needs`,
+    "causal" or "self" if it is defined there alone, and elsewhere attention is plain; `paired`, True if it has half as
+    many heads of two maps each; `indexed`, True if it takes `layer`.
     """
     chosen = dict(options)
     kind, needs = chosen.pop("module", "MultiheadAttention"), chosen.pop("needs", "any")

@@ -11,55 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.lab.training.comparison import WINDOWS
-from regard.lab.training.experiment import Setting, Trial
 from regard.lab.training.trials import text
-from regard.lab.training.trials.language import LanguageModel
+from regard.lab.training.trials.language import LanguageTrial
 
-SYMBOLS = 256
 HELD_OUT = 0.02  # of the bytes, at the end of the file
 TOGETHER = 64  # windows evaluated at once
-
-
-class ByteTrial(Trial):
-    """Trains a `LanguageModel` over bytes.
-
-    Options: layers, heads, width, length, batch, attention; rate, the highest learning rate; windows, how many of the
-    validation bytes an evaluation reads, the same ones each time.
-    """
-
-    graph = False  # a step is long enough to hide its launches
-
-    def __init__(self, setting: Setting) -> None:
-        options = setting.options
-        self.setting, self.length, self.size = setting, options["length"], options["batch"]
-        self.rate, self.windows = options["rate"], options["windows"]
-        sizes = {name: options[name] for name in ("layers", "heads", "width", "length")}
-        self.model = LanguageModel(**sizes, attention=options["attention"], symbols=SYMBOLS).to(setting.device)
-        self.train, self.held_out = (part.to(setting.device) for part in split_bytes(setting.data))
-
-    def batch(self, step: int) -> tuple[Tensor, ...]:
-        return (text.draw_windows(self.train, self.size, self.length, self.setting.generator(step)).long(),)
-
-    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
-        return self._losses(batch[0]).mean()
-
-    def evaluate(self) -> dict[str, float]:
-        """Return the validation loss in nats per byte."""
-        return {"loss": float(self._measure().mean())}
-
-    def finish(self) -> dict[str, Any]:
-        return {WINDOWS: self._measure().tolist()}
-
-    def _losses(self, ids: Tensor) -> Tensor:
-        """Return the mean loss of each row [B]."""
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-            logits = self.model(ids[:, :-1])
-        losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        return losses.view(len(ids), -1).mean(1)
-
-    def _measure(self) -> Tensor:
-        ids = text.draw_windows(self.held_out, self.windows, self.length, torch.Generator().manual_seed(0)).long()
-        return torch.cat([self._losses(part) for part in ids.split(TOGETHER)])
 
 
 @cache
@@ -71,3 +27,33 @@ def split_bytes(data: Path | None) -> tuple[Tensor, Tensor]:
     ids = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
     end = int(len(ids) * (1 - HELD_OUT))
     return ids[:end], ids[end:]
+
+
+class ByteTrial(LanguageTrial):
+    """Trains a `LanguageModel` over bytes. Option windows: how many of them an evaluation reads, the same ones."""
+
+    graph = False  # a step is long enough to hide its launches
+    symbols = 256
+    split = staticmethod(split_bytes)
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        return self._losses(batch[0]).mean()
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the validation loss in nats per byte."""
+        return {"loss": float(self._window_losses().mean())}
+
+    def finish(self) -> dict[str, Any]:
+        return {WINDOWS: self._window_losses().tolist()}
+
+    def _losses(self, ids: Tensor) -> Tensor:
+        """Return the mean loss of each row [B]."""
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+            logits = self.model(ids[:, :-1])
+        losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        return losses.view(len(ids), -1).mean(1)
+
+    def _window_losses(self) -> Tensor:
+        windows, generator = self.setting.options["windows"], torch.Generator().manual_seed(0)
+        ids = text.draw_windows(self.held_out, windows, self.length, generator)
+        return torch.cat([self._losses(part) for part in ids.split(TOGETHER)])

@@ -1,10 +1,6 @@
 """Variants, presets and the loss figure of experiments over d_k: a character model of width 256 with 256/d_k heads.
 
 Parameters and tokens are equal; only d_k (16, 64 or 256) varies.
-
->>> from regard.lab.training.trials import head_dims
->>> head_dims.variants({"dot": lambda d: {"score": "dot"}})["dot-d64"]
-{'heads': 4, 'attention': {'score': 'dot'}}
 """
 
 from __future__ import annotations
@@ -25,13 +21,12 @@ def variants(kinds: Mapping[str, Callable[[int], dict[str, Any]]]) -> dict[str, 
     return {f"{kind}-d{d}": {"heads": WIDTH // d, "attention": of(d)} for kind, of in kinds.items() for d in DIMS}
 
 
-def preset(steps: int, every: int, layers: int, length: int, batch: int, rows: int, **others) -> Preset:
-    """Return a preset with batches of `batch` rows of `length` characters; an evaluation reads `rows` rows."""
-    sizes = {"layers": layers, "width": WIDTH, "length": length, "batch": batch, "validation": rows * length}
-    return Preset(steps, every, sizes, **others)
+def sizes(layers: int, length: int, batch: int, rows: int) -> dict[str, int]:
+    """Return the sizes of batches of `batch` rows of `length` characters; an evaluation reads `rows` rows."""
+    return {"layers": layers, "width": WIDTH, "length": length, "batch": batch, "validation": rows * length}
 
 
-FULL = preset(500, 100, layers=2, length=128, batch=16, rows=64)  # of `scale` and `normalizers`: one model, one budget
+FULL = Preset(500, 100, sizes(layers=2, length=128, batch=16, rows=64))  # of `scale` and `normalizers` alike
 
 
 def loss_figure(result: dict, kinds: Iterable[str]) -> Figure:

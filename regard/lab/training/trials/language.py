@@ -1,11 +1,4 @@
-"""`LanguageModel`, a character language model with configurable attention, and `LanguageTrial`.
-
->>> from regard.lab.training.trials.language import LanguageModel
->>> model = LanguageModel(layers=1, heads=2, width=16, length=8, attention={"normalizer": "entmax15"})
->>> logits, stats = model(torch.zeros(3, 8, dtype=torch.int64), stats=("entropy",))
->>> logits.shape, stats[0].entropy.shape
-(torch.Size([3, 8, 97]), torch.Size([3, 2, 8]))
-"""
+"""`LanguageModel`, a character language model with configurable attention, and `LanguageTrial`."""
 
 from __future__ import annotations
 
@@ -21,6 +14,8 @@ from regard.lab.training.experiment import Setting, Trial
 from regard.lab.training.trials import sharpness, text
 from regard.lab.training.trials.attention import make_attention, mlp_width
 from regard.statistics import Statistics
+
+SYMBOLS = len(CHARACTERS)
 
 
 class Block(nn.Module):
@@ -52,13 +47,7 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(
-        self,
-        layers: int,
-        heads: int,
-        width: int,
-        length: int,
-        attention: Mapping[str, Any],
-        symbols: int = len(CHARACTERS),
+        self, layers: int, heads: int, width: int, length: int, attention: Mapping[str, Any], symbols: int = SYMBOLS
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(symbols, width)
@@ -88,14 +77,18 @@ class LanguageTrial(Trial):
     characters an evaluation reads, the same ones each time; readings, False if it measures the loss alone.
     """
 
+    symbols = SYMBOLS
+    split = staticmethod(text.split_text)
+
     def __init__(self, setting: Setting) -> None:
         options = setting.options
         self.setting, self.length, self.size = setting, options["length"], options["batch"]
         self.rate, self.validation = options.get("rate", Trial.rate), options.get("validation", 16_384)
         self.wanted = sharpness.WANTED if options.get("readings", True) else ()
         sizes = {name: options[name] for name in ("layers", "heads", "width", "length")}
-        self.model = LanguageModel(**sizes, attention=options.get("attention", {})).to(setting.device)
-        self.train, self.validation_text = (part.to(setting.device) for part in text.split_text(setting.data))
+        self.model = LanguageModel(**sizes, attention=options.get("attention", {}), symbols=self.symbols)
+        self.model.to(setting.device)
+        self.train, self.held_out = (part.to(setting.device) for part in self.split(setting.data))
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
         return (text.draw_windows(self.train, self.size, self.length, self.setting.generator(step)),)
@@ -114,7 +107,7 @@ class LanguageTrial(Trial):
 
     def _measure(self) -> tuple[float, list[Statistics]]:
         generator = torch.Generator().manual_seed(0)
-        ids = text.draw_windows(self.validation_text, max(1, self.validation // self.length), self.length, generator)
+        ids = text.draw_windows(self.held_out, max(1, self.validation // self.length), self.length, generator)
         result = self.model(ids[:, :-1], stats=self.wanted)
         logits, measured = result if self.wanted else (result, [])
         return float(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())), measured

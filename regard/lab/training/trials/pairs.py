@@ -10,6 +10,7 @@ generated source language spells words backwards, puts adjectives after nouns an
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -46,13 +47,8 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the words between begin and the first end."""
-        words = []
-        for index in ids:
-            if index == END:
-                break
-            if index != BEGIN:
-                words.append(self.words[index])
-        return " ".join(words)
+        spoken = itertools.takewhile(lambda index: index != END, ids)
+        return " ".join(self.words[index] for index in spoken if index != BEGIN)
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,8 @@ from torch import Tensor
 
 from regard.statistics import Statistics
 
-WANTED = (
-    "visible_keys",
-    "max_logit",
-    "mass",
-    "entropy",
-    "max_weight",
-    "support",
-    "distance",
-    "first_key_mass",
-    "gradient_gain",
-)
+MEANS = ("entropy", "max_weight", "mass", "distance", "first_key_mass", "gradient_gain")
+WANTED = ("visible_keys", "max_logit", "support", *MEANS)
 BY_HEAD = ("entropy_ratio", "max_weight", "distance", "first_key_mass", "gradient_gain")
 
 
@@ -40,8 +31,7 @@ def by_head(stats: Statistics, real: Tensor | None = None) -> dict[str, Tensor]:
     """Return name → means over batch and rows [H]."""
     n = stats.visible_keys  # [B, H, L]
     rows = n > 1 if real is None else (n > 1) & real[:, None]
-    values = {name: stats[name] for name in ("entropy", "max_weight", "mass", "distance", "first_key_mass")}
-    values["gradient_gain"] = stats.gradient_gain
+    values = {name: stats[name] for name in MEANS}
     values["entropy_ratio"] = stats.entropy / n.clamp_min(2).log()
     values["support_share"] = stats.support / n.clamp_min(1)
     count = rows.sum((0, 2))

@@ -66,4 +66,4 @@ def split_text(data: Path | None) -> tuple[Tensor, Tensor]:
 def draw_windows(ids: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
     """Draw [count, length + 1] ids from random places: inputs and, shifted by one, targets."""
     starts = torch.randint(len(ids) - length - 1, (count, 1), generator=generator)
-    return ids[(starts + torch.arange(length + 1)).to(ids.device)]
+    return ids[(starts + torch.arange(length + 1)).to(ids.device)].long()

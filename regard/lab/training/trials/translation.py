@@ -1,10 +1,4 @@
-"""`Translator`, an encoder-decoder with configurable attention, and `TranslationTrial`: loss and BLEU.
-
->>> from regard.lab.training.trials.translation import Translator
->>> model = Translator(10, 12, layers=1, heads=2, width=16, length=8, dropout=0.0, attention={})
->>> model(torch.full((3, 8), 5), torch.full((3, 6), 5)).shape
-torch.Size([3, 6, 12])
-"""
+"""`Translator`, an encoder-decoder with configurable attention, and `TranslationTrial`: loss and BLEU."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Claims of note 000, “Softmax and its derivative”."""

@@ -1,0 +1,1 @@
+"""Claims of note 001, “Why divide by √d_k”."""

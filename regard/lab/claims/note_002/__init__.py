@@ -1,0 +1,1 @@
+"""Claims of note 002, “Notes on softmax”."""

@@ -1,0 +1,1 @@
+"""Claims of note 003, “Why the scale factor”."""

@@ -1,0 +1,1 @@
+"""Claims of note 004, “Softmax in attention”."""

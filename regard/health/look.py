@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import forget_derived
-from regard.health.capture.interception import Interception, as_written, refuse_data_parallel
-from regard.health.examine import _evaluation_mode, _run, _title, max_positions
+from regard.health.capture.interception import Interception, as_written, check_model
+from regard.health.examine import evaluation_mode, is_function, max_positions, name_model, run_batch
 from regard.health.measurement.query_rows import is_two_sided, padding_of
 from regard.health.tokens.reader import TokenReader
 from regard.health.tokens.text import cut, is_plain, list_special, name_tokens, read_sides, repeat_tokens
@@ -67,13 +67,11 @@ def look(
         ValueError: There is no such layer, head, row or sequence, the layer could not be read, or text comes without a
             tokenizer.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, (int, str))):
         raise TypeError(f"layer must be an index or a module's name, got {type(layer).__name__}")
     head = None if head is None else _check_number("head", head, 0)
     top, sequence = _check_number("top", top, 1), _check_number("sequence", sequence, 0)
-    refuse_data_parallel(model)
     model = as_written(model)
     room = max_positions(model)
     batch = _as_batch(model, batch, tokenizer)
@@ -94,7 +92,7 @@ def look(
         **options,
     )
     run_observed(model, batch, reader, room)
-    found = Look.of_layers(_title(model), list(reader.layers.values()), layer, head)
+    found = Look.of_layers(name_model(model), list(reader.layers.values()), layer, head)
     repeated = run_repeated(model, batch, room, tokenizer, options)
     return found.with_induction(repeated) if repeated is not None else found
 
@@ -121,8 +119,8 @@ def run_observed(model: nn.Module, batch: Any, reader: TokenReader, room: int) -
     """Runs one batch with `reader` as the observer of its attention calls."""
     interception = Interception(model, observe=reader)
     try:
-        with _evaluation_mode(model, interception.modules), interception, torch.no_grad(), interception.torch_calls():
-            _run(model, batch, 0, room)
+        with evaluation_mode(interception.modules), interception, torch.no_grad(), interception.torch_calls():
+            run_batch(model, batch, 0, room)
     finally:
         forget_derived()
 
@@ -161,7 +159,7 @@ def _as_batch(model: nn.Module, batch: Any, tokenizer: Any) -> Any:
             return make_text_batches(model, tokenizer, batch, None, 1, 1)[0]
         except InputError as error:
             raise ValueError(f"batch: {error}") from None
-    if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
+    if is_function(batch):
         raise TypeError("batch must be the model's inputs, got a function")
     if isinstance(batch, Tensor) and batch.ndim == 1 and not batch.is_floating_point():
         return batch[None]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
 
-from regard.health.capture.interception import as_written, refuse_data_parallel
+from regard.health.capture.interception import as_written, check_model
+from regard.health.examine import as_batches, evaluation_mode, is_function
 from regard.health.probing.probe import CapturedCall, Key, Probe, relative_change
 from regard.health.report.terminal import printable
 from regard.health.tokens.text import as_batch
@@ -107,13 +108,12 @@ def compare_models(
     for name, one in (("a", model), ("b", reference)):
         if not isinstance(one, nn.Module):
             raise TypeError(f"{name} must be a torch.nn.Module as the other is, got {type(one).__name__}")
-        refuse_data_parallel(one)
+        check_model(one)
     if batches is None:
         raise ValueError("batches is missing; two models are compared on batches: compare(model, reference, batches)")
-    batches = [batches] if isinstance(batches, (Tensor, Mapping)) else batches
-    if not isinstance(batches, Iterable):
+    if is_function(batches):
         raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
-    chosen = [batch for _, batch in zip(range(BATCHES), batches, strict=False)]
+    chosen = list(itertools.islice(as_batches(batches), BATCHES))
     if not chosen:
         raise ValueError("batches is empty; there is nothing to compare")
     pairs = [(_run(model, batch), _run(reference, batch)) for batch in chosen]
@@ -140,16 +140,9 @@ def _run(model: nn.Module, batch: Any) -> tuple[Tensor, dict[Key, CapturedCall]]
     """The main output and the captured calls of one forward in evaluation mode."""
     model = as_written(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    training = [module for module in model.modules() if module.training]
     probe = Probe(model)
-    try:
-        for module in training:
-            module.training = False
-        with torch.no_grad(), probe.active():
-            return probe.capture(as_batch(batch, device))
-    finally:
-        for module in training:
-            module.training = True
+    with evaluation_mode(probe.modules), torch.no_grad(), probe.active():
+        return probe.capture(as_batch(batch, device))
 
 
 def compare_calls(a: Sequence[CapturedCall], b: Sequence[CapturedCall]) -> list[LayerDifference]:

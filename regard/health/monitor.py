@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from regard.health.capture.interception import ForwardInterceptions, as_written
+from regard.health.capture.interception import as_written
 from regard.health.measurement.recorder import Layer, merge_uses
 from regard.health.readings.heads import SEES_NOTHING
 from regard.health.watching.alarms import Alarm, AlarmRules
-from regard.health.watching.hooks import Hook, runs_compiled
+from regard.health.watching.hooks import ForwardInterceptions, Hook, runs_compiled
 from regard.health.watching.ranks import Ranks
 from regard.health.watching.sample import (
     AT,
@@ -31,7 +31,7 @@ from regard.health.watching.sample import (
 )
 from regard.health.watching.schedule import Schedule
 from regard.health.watching.timed_recorder import MaxLogitRecorder, TimedRecorder
-from regard.health.watching.validation import check_model, check_options
+from regard.health.watching.validation import check_arguments
 from regard.health.watching.writers import Several, Writer, make_writer
 
 MISSED = 3  # consecutive steps without a forward before a warning
@@ -118,8 +118,7 @@ class Monitor:
         tensor_group: Any = None,
         pipeline_group: Any = None,
     ) -> None:
-        check_model(model)
-        check_options(every, budget, sequences, metrics, on_alarm)
+        check_arguments(model, every, budget, sequences, metrics, on_alarm)
         self.model, self.every, self.budget, self.sequences = model, every, budget, sequences
         self.heads, self.metrics, self.on_alarm = heads, metrics, on_alarm
         self.step = 0

@@ -27,8 +27,8 @@ from regard.health.capture.equation import find_scores, find_values
 from regard.health.capture.interception import (
     interceptions_of,
     is_swapped,
+    route,
     route_result,
-    route_to_observers,
     running_module,
 )
 
@@ -74,13 +74,8 @@ class Follower:
     """Follows the tensors of one thread from product to product; what is known of a tensor lives as long as it."""
 
     def __init__(self) -> None:
-        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.saw_softmax = False
-
-    @property
-    def follows_any(self) -> bool:
-        """True if a product or weights are known whose next function may belong to attention."""
-        return bool(self._known.data)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a torch function, and follows what it returns or captures it if it multiplies weights by values."""
@@ -88,18 +83,18 @@ class Follower:
         if name in PRODUCTS and (module := running_module()) is not None and interceptions_of(module):
             return self._multiply(module, name, func, args, kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and (self.follows_any or name == "softmax"):
+        if isinstance(result, Tensor) and (self.known.data or name == "softmax"):
             self._follow(name, func, args, kwargs, result)
         return result
 
     def _follow(self, name: str, func: Callable, args: tuple, kwargs: dict, result: Tensor) -> None:
         inputs = [x for x in (*args[:3], kwargs.get("input"), kwargs.get("other")) if isinstance(x, Tensor)]
-        known = next((self._known[x] for x in inputs if x in self._known), None)
+        known = next((self.known[x] for x in inputs if x in self.known), None)
         if name == "softmax":
             self.saw_softmax = True
             self._follow_softmax(known, args, kwargs, result)
         elif isinstance(known, Product) and result.numel() == known.numel and result.shape[-2:] == known.shape:
-            self._known[result] = replace(known, scale=known.scale * _factor(name, args))
+            self.known[result] = replace(known, scale=known.scale * _factor(name, args))
         elif isinstance(known, Weights) and result.numel() == known.p.numel():
             if name in DROPPING:
                 training = args[2] if len(args) > 2 else kwargs.get("training", True)
@@ -108,19 +103,19 @@ class Follower:
             if name in TRANSPOSING or func == MT:
                 known = _transpose(known, func, args, kwargs)
             if sorted(result.shape[-2:]) == sorted(known.logits.shape[-2:]):
-                self._known[result] = known
+                self.known[result] = known
 
     def _follow_softmax(self, known: Any, args: tuple, kwargs: dict, result: Tensor) -> None:
         logits = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         if dim in (-1, logits.ndim - 1) and logits.ndim > 1 and not isinstance(known, Weights):
-            self._known[result] = Weights(result, logits, known)
+            self.known[result] = Weights(result, logits, known)
 
     def _multiply(self, module: nn.Module, name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
         if name == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
             args = (args[0], *args[1])
         tensors = [x for x in args if isinstance(x, Tensor)]
-        weights = next((self._known[x] for x in tensors if isinstance(self._known.get(x), Weights)), None)
+        weights = next((self.known[x] for x in tensors if isinstance(self.known.get(x), Weights)), None)
         run = partial(func, *args, **kwargs)
         if weights is not None and name != "baddbmm" and len(tensors) == 2:
             return self._weigh(module, name, weights, args, tensors, run)
@@ -132,12 +127,12 @@ class Follower:
             q, k = operands
             alpha = kwargs.get("alpha", 1.0) if name == "baddbmm" else 1.0
             rows, keys = result.shape[-2:]
-            self._known[result] = Product(q, k, (rows, keys), result.numel(), float(alpha))
+            self.known[result] = Product(q, k, (rows, keys), result.numel(), float(alpha))
         return result
 
     def _weigh(self, module: nn.Module, name: str, weights: Weights, args: tuple, tensors: list, run: Callable) -> Any:
         """Captures p·v, or reports that it cannot be measured."""
-        values = tensors[0] if tensors[1] in self._known else tensors[1]
+        values = tensors[0] if tensors[1] in self.known else tensors[1]
         if isinstance(values, nn.Parameter) or values.ndim < 3 or weights.logits.ndim < 3:
             return run()  # a lookup in a table, or a mixture of a few tensors
         layout = _values_of(name, args, weights, values)
@@ -145,7 +140,7 @@ class Follower:
         if layout is None or split is None:
             reason = f"{_line()} multiplies softmax weights by values, but their scores could not be followed to q·kᵀ"
             call = Call(module, weights.p, values, values, own=lambda rows: run(), kind="by hand", obstacle=reason)
-            return route_to_observers(call, run)
+            return route(call, run, swaps=False)
         return _capture(module, weights, split, layout, run)
 
 

@@ -50,6 +50,7 @@ class TorchCalls(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.follower = Follower()
+        self._followed = self.follower.known.data  # a look at it costs less than a call for every torch function
         self._saw_handled = False
         self.handlers: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys(SDPA_NAMES, lambda func, args, kwargs: _capture_sdpa(*args, **kwargs)),
@@ -71,7 +72,7 @@ class TorchCalls(TorchFunctionMode):
             super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if (func in _ORDINARY and not self.follower.follows_any) or torch.compiler.is_compiling():
+        if (func in _ORDINARY and not self._followed) or torch.compiler.is_compiling():
             return func(*args, **kwargs) if kwargs else func(*args)
         handler = self.handlers.get(func)
         if handler is None:

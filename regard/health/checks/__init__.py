@@ -11,6 +11,7 @@ True
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import time
@@ -104,7 +105,8 @@ def run_checks(
     result, findings = Checks(), list(found)
     trial = Trial(model if predictor is None else predictor, batches, layers, heads, causal, loss, model)
     devices = [trial.device] if trial.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), trial.probe.active():
+    has_runs = trial.batches or loss is not None
+    with torch.random.fork_rng(devices), trial.probe.active() if has_runs else contextlib.nullcontext():
         for module in _modules():
             try:
                 new = module.check(trial)

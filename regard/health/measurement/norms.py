@@ -5,14 +5,14 @@ from __future__ import annotations
 import numbers
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import Call
-from regard.health.measurement.side_stream import HostCopies
+from regard.health.measurement.side_stream import copy_to_host
 from regard.health.readings.layer_reading import LayerReading, parts_of
 from regard.nn.projections import output_weight
 from regard.scores import resolve_scale
@@ -207,11 +207,12 @@ class OutputColumns:
         once = [layer for layer in layers if layer.reading is not None and calls[layer.name] == 1]
         self.compute(once)
         known = [(layer, columns) for layer in once if (columns := self._columns[layer.name]) is not None]
-        copies = HostCopies()
-        for layer, columns in known:
-            copies.add(columns, partial(_mark_unused, layer))
-        copies.start()
-        copies.finish()
+        host = [columns for _, columns in known]
+        if any(columns.is_cuda for columns in host):
+            host = copy_to_host(host)
+        for (layer, _), columns in zip(known, host, strict=True):
+            largest = columns.view(layer.heads, -1).amax(1)
+            layer.unused_heads = (largest <= NOTHING * largest.amax()).nonzero().flatten().tolist()
 
     def _largest(self, layer: Layer) -> Tensor | None:
         """Returns the largest entry of each column, [H·E]; None if the projection is not found or has another width."""
@@ -221,8 +222,3 @@ class OutputColumns:
         if weight is None or weight.is_meta or weight.shape[1] != layer.heads * layer.value_dim:
             return None
         return torch.linalg.vector_norm(weight.detach(), torch.inf, dim=0)
-
-
-def _mark_unused(layer: Layer, columns: Tensor) -> None:
-    largest = columns.view(layer.heads, -1).amax(1)
-    layer.unused_heads = (largest <= NOTHING * largest.amax()).nonzero().flatten().tolist()

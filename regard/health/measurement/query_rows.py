@@ -276,8 +276,6 @@ def hides_cached_keys(call: Call, name: str) -> bool:
 
 def distance_from(call: Call, stats: Mapping[str, Tensor], start: int, backend: str | None) -> Tensor:
     """Returns the distance statistic [B, H, M] of queries that stand at `start`: start + i − Σ p̄_j·j."""
-    if start == 0:
-        return stats["distance"]
     queries = call.q.shape[2]
     has_mass = stats["mass"] > 0
     if queries == 1:  # |0 − j| = j

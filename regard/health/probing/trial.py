@@ -41,11 +41,16 @@ class Trial:
     ) -> None:
         self.model, self.layers, self.heads, self.loss = model, layers, heads, loss
         self.part = model if part is None else part  # whose modules the layers' names are of
-        self.probe, self.pad = Probe(model, part), pad_of(model)
+        self.pad = pad_of(model)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._causal = causal
         self.given = batches
         self.batches = [one for batch in batches if (one := as_token_batch(batch, self.device)) is not None]
+
+    @cached_property
+    def probe(self) -> Probe:
+        """Runs the model, and captures or changes its attention calls."""
+        return Probe(self.model, self.part)
 
     @property
     def tokens(self) -> TokenBatch:
@@ -67,7 +72,8 @@ class Trial:
     @cached_property
     def captured(self) -> tuple[Tensor, dict[Key, CapturedCall]]:
         """The main output and the attention calls on `tokens`."""
-        return self.probe.capture(self.tokens)
+        tokens = self.tokens  # raises before the model is intercepted
+        return self.probe.capture(tokens)
 
     @cached_property
     def tolerance(self) -> float:
@@ -78,8 +84,8 @@ class Trial:
     @cached_property
     def noise(self) -> float:
         """The relative change of the output between two equal forwards."""
-        first, second = (self.probe.run(self.tokens) for _ in range(2))
-        return relative_change(first, second)
+        tokens = self.tokens
+        return relative_change(self.probe.run(tokens), self.probe.run(tokens))
 
     def require_repeatable(self) -> None:
         """Raises NotApplicable if the model's output is random or not finite."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.health.capture.interception import as_written, refuse_data_parallel
+from regard.health.capture.interception import as_written, check_model
 from regard.health.qk_clip.max_logits import MaxLogits
 from regard.health.qk_clip.weights import Masters, holders_of, select_projections, tensors_to_shrink
 from regard.nn.projections import NotFound, bounded_scores_reason, projections
@@ -61,12 +61,10 @@ class Clipped:
 
 def check_arguments(model: Any, threshold: Any) -> None:
     """Raises TypeError or ValueError for what `qk_clip` and `QKClip` cannot work with."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     is_number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
     if not (is_number and 0 < threshold < math.inf):
         raise ValueError(f"threshold must be a positive, finite number, got {threshold!r}")
-    refuse_data_parallel(model)
 
 
 def clip_observed(

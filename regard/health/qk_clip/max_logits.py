@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from regard._core.attention import attention
 from regard.health.capture.call import UNDER_VMAP, Call
-from regard.health.capture.interception import ForwardInterceptions, as_written
+from regard.health.capture.interception import as_written
 from regard.health.measurement.side_stream import HostCopies
+from regard.health.watching.hooks import ForwardInterceptions
 from regard.nn import MultiheadAttention
 from regard.nn.projections import bounded_scores_reason
 

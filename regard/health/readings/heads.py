@@ -10,7 +10,7 @@ import numpy as np
 
 from regard.health.measurement.gates import gate_numbers
 from regard.health.measurement.recorder import Layer, Recorder
-from regard.health.measurement.side_stream import HostCopies, after_event
+from regard.health.measurement.side_stream import after_event, copy_to_host
 from regard.health.readings.histogram import ROW, Spreads
 from regard.health.readings.layer_reading import LayerReading, spreads_of, stack_parts
 
@@ -190,12 +190,8 @@ def dissimilarity(readings: Sequence[LayerReading]) -> np.ndarray:
 
 def fetch_readings(readings: Sequence[LayerReading]) -> list[LayerReading]:
     """Returns the readings on the CPU, with one wait for each device they are on."""
-    moved = [
-        LayerReading.from_sums(one.heads, one.flat, one.histogram) if one.flat.is_cuda else one for one in readings
-    ]
-    copies = HostCopies()
-    for one in moved:
-        copies.add_attributes(one, "flat", "histogram")
-    copies.start()
-    copies.finish()
-    return moved
+    if not any(one.flat.is_cuda for one in readings):
+        return list(readings)
+    host = copy_to_host([x for one in readings for x in (one.flat, one.histogram)])
+    sums = zip(readings, host[::2], host[1::2], strict=True)
+    return [LayerReading.from_sums(one.heads, flat, histogram) for one, flat, histogram in sums]

@@ -46,7 +46,6 @@ class TimedRecorder(Recorder):
         super().__init__(sequences=sequences)
         self._calls: list[tuple[Moment, Moment]] = []  # where observing a call began and ended
         self._own: list[tuple[Moment, Moment]] = []  # the same of what the model runs within
-        self._is_on_gpu = False
         self._postponed: list[PostponedCall] = []
         self._bytes = 0  # of their copies
         self._measured: list[tuple[tuple[str, int], BatchReading]] = []  # of postponed calls, by the layer's key
@@ -98,7 +97,7 @@ class TimedRecorder(Recorder):
     def _observe(self, call: Call, name: str, run_model: Callable[[], Tensor]) -> Tensor:
         output = super().__call__(call, name, run_model)
         if self.layers[self.key].reason is None and call.obstacle is None:
-            small = call if self.sequences is None else call.first_sequences(self.sequences)
+            small = self._cut(call)
             add_norms(self._batch[self.key].reading.flat[None], small.q, small.k, small.v)
         return output
 
@@ -220,7 +219,7 @@ class MaxLogitRecorder(TimedRecorder):
         if call.obstacle is not None:
             layer.mark_unmeasured(call.obstacle)
             return output
-        small = call if self.sequences is None else call.first_sequences(self.sequences)
+        small = self._cut(call)
         q, k, v = (x.detach() for x in (small.q, small.k, small.v))
         layer.heads = q.shape[1]
         if q.numel() and k.numel():

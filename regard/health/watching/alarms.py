@@ -7,14 +7,16 @@
 | most heads of the model collapsed, or without gradient | in three samples on end | critical |
 | collapsed, dying gradient, scale off, dead | in ten samples on end | warning |
 | diffuse | in ten samples on end | a note while training is young, then a warning |
-| logits rising, entropy falling towards the limit | by a trend over ten samples | warning |
+| logits rising, entropy falling towards the limit | by a trend over ten samples (`trends.py`) | warning |
 
-Each is raised once per head; heads that get the same alarm in one sample share it. After the first alarm of a kind the
-next one waits until twice as many heads have it, so that a large model raises a few, not hundreds.
+Each is raised once per head; heads that get the same alarm in one sample share it, and its text quotes the worst. After
+the first alarm of a kind the next one waits until twice as many heads have it, so that a large model raises a few, not
+hundreds.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -33,12 +35,13 @@ NUMBERS: dict[str, Callable[[float], str]] = {
     "dead": lambda x: f"values differ by {format_number(x)}",
     "diffuse": lambda x: f"mean entropy ratio {format_number(x)}",
 }
+WORSE_BELOW = ("collapsed", "dead", "falling")  # kinds whose worst head has the smallest number
 WIDE = ("collapsed", "dying gradient")
 NOT_FINITE = "its output is NaN or infinite; stop, go back to the last checkpoint, lower the learning rate"
 
 Place = tuple[str, int]  # layer label, head
 Flags = Mapping[str, Mapping[Place, float]]
-Event = tuple[str, str, Place, str]  # kind, severity, where, text
+Event = tuple[str, str, Place, float, str]  # kind, severity, where, its number, text
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,17 @@ class AlarmRules:
         self._streaks: dict[str, dict[Place, int]] = {}  # by kind: samples on end that had it
         self._wide_streaks: dict[str, int] = {}
         self._raised: set[tuple[str, str, Place]] = set()
-        self._waiting: dict[tuple[str, str], list[tuple[Place, str]]] = {}  # events that the next alarm will tell
+        self._waiting: dict[tuple[str, str], list[Event]] = {}  # what the next alarm will tell
         self._head_counts: dict[tuple[str, str], int] = {}  # heads in the alarms so far, by kind and severity
         self.is_suspicious = False  # is a head over a limit that has not been reported?
 
     def add(self, step: int, rows: Iterable[dict], flags: Flags) -> list[Alarm]:
         """Returns the new alarms after one more sample: a dict per head (see `head_rows`), and what findings say."""
         rows = list(rows)
-        for kind, severity, place, text in self._events(step, rows, flags):
-            if (kind, severity, place) not in self._raised:
-                self._raised.add((kind, severity, place))
-                self._waiting.setdefault((kind, severity), []).append((place, text))
+        for event in self._events(step, rows, flags):
+            if event[:3] not in self._raised:
+                self._raised.add(event[:3])
+                self._waiting.setdefault(event[:2], []).append(event)
         over = {(kind, place) for kind in ("exploding logits", *WIDE) for place in flags.get(kind, {})}
         reported = {(kind, place) for kind, severity, place in self._raised if severity != "note"}
         self.is_suspicious = bool(over - reported)
@@ -85,12 +88,12 @@ class AlarmRules:
             if len(events) >= before:
                 self._head_counts[kind, severity] = before + len(events)
                 del self._waiting[kind, severity]
-                new.append(Alarm(step, kind, severity, tuple(place for place, _ in events), _describe(events)))
+                new.append(Alarm(step, kind, severity, tuple(place for _, _, place, *_ in events), _describe(events)))
         return new
 
     def _events(self, step: int, rows: list[dict], flags: Flags) -> Iterator[Event]:
         for place in flags.get("not finite", {}):
-            yield "not finite", "critical", place, NOT_FINITE
+            yield "not finite", "critical", place, 0.0, NOT_FINITE
         places = [(row["layer"], row["head"]) for row in rows]
         measured = set(places)
         for kind, describe in NUMBERS.items():
@@ -104,7 +107,7 @@ class AlarmRules:
                 streaks[place] = before.get(place, 0) + 1
                 if streaks[place] >= needed:
                     text = f"{kind} in each of the last {needed} samples ({describe(found[place])})"
-                    yield kind, severity, place, text
+                    yield kind, severity, place, found[place], text
         positional = flags.get("positional", {})
         for row in rows:
             place = row["layer"], row["head"]
@@ -112,7 +115,7 @@ class AlarmRules:
             numbers.append((row["step"], row["max_logit"], row["entropy_ratio"]))
             for kind, text in find_trends(numbers):
                 if kind != "falling" or place not in positional:
-                    yield kind, "warning", place, text
+                    yield kind, "warning", place, row["max_logit" if kind == "rising" else "entropy_ratio"], text
 
     def _judge(self, kind: str, step: int) -> tuple[str, int]:
         """Returns the severity of a kind now, and how many samples on end it takes."""
@@ -125,8 +128,16 @@ class AlarmRules:
         return "warning", SAMPLES
 
 
-def _describe(events: list[tuple[Place, str]]) -> str:
-    """Returns one sentence for all heads with the same problem."""
-    ((layer, head), text), *others = events
-    more = f"; also {len(others)} more head{'' if len(others) == 1 else 's'}" if others else ""
+def _describe(events: list[Event]) -> str:
+    """Returns one sentence for all heads with the same problem, about the worst of them."""
+    *_, (layer, head), _, text = max(events, key=_severity)
+    more = f"; also {len(events) - 1} more head{'' if len(events) == 2 else 's'}" if len(events) > 1 else ""
     return f"{layer}, head {head}: {text}{more}"
+
+
+def _severity(event: Event) -> float:
+    """Returns a number that is larger for a worse head of the same kind; a scale may be off on either side."""
+    kind, _, _, number, _ = event
+    if kind == "scale off":
+        return abs(math.log(max(number, 1e-30)))
+    return -number if kind in WORSE_BELOW else number

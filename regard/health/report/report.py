@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import math
 import os
@@ -155,6 +156,12 @@ class Report:
     def summary(self) -> list[str]:
         """The report in a few sentences."""
         return summarize(self)
+
+    def __str__(self) -> str:
+        """What `show` prints, as the command line does."""
+        text = io.StringIO()
+        self.show(text)
+        return text.getvalue().strip("\n")
 
     def __repr__(self) -> str:
         return f"<Report of {self.title}: {' '.join(self.summary())} .show() prints it, .save('report.html') draws it.>"

@@ -34,6 +34,7 @@ class Clipped:
     def __init__(self, applied: bool = True) -> None:
         self.applied = applied
         self.skipped: dict[str, str] = {}
+        self.has_projections = False  # were the linear layers of any layer's queries and keys found?
         self._found: dict[str, tuple[Tensor, Tensor | None]] = {}  # layer -> largest logits, factors
 
     @property
@@ -89,8 +90,9 @@ def clip_observed(
             continue
         factors = None
         try:
-            chosen = select_projections(*projections(modules[name], *observer.shapes[name], names))
-            tensors = tensors_to_shrink(chosen, holders, modules[name], masters)
+            query, key = projections(modules[name], *observer.shapes[name], names)
+            result.has_projections = True
+            tensors = tensors_to_shrink(select_projections(query, key), holders, modules[name], masters)
         except NotFound as reason:
             result.skipped[name] = str(reason)
         else:

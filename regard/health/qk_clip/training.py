@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -70,6 +71,7 @@ class QKClip:
         self.steps = 0
         self.last: Clipped | None = None  # of the last step
         self._writer = None if log is None else make_writer(log)
+        self._has_warned = False
         self._optimizers: list[weakref.ref] = []
         self._handles: list = []
         observe(model).start()
@@ -82,6 +84,15 @@ class QKClip:
             log_only=self.log_only,
         )  # fmt: skip
         self.steps += 1
+        if self.last.skipped and not (self.last.has_projections or self.log_only or self._has_warned):
+            self._has_warned = True
+            (layer, reason), *others = self.last.skipped.items()
+            warnings.warn(
+                f"QKClip can clip no attention layer of {type(self.model).__name__}. It looks for linear layers that "
+                f"make the queries and keys: {layer or 'the model itself'}: {reason}"
+                f"{f', and {len(others)} more layers' if others else ''}; pass names=, or see `.last.skipped`",
+                stacklevel=2,
+            )
         if self._writer is not None and _is_first_rank():
             self._writer.write(self.steps, self.last.scalars(), [])
         return self.last

@@ -84,13 +84,9 @@ def look(
         raise ValueError("sequence: only a batch of token ids can be cut; pass the one sequence itself")
     options: dict[str, Any] = dict(layer=layer, head=head)
     reader = TokenReader(
-        read_sides(batch, tokenizer),
-        list_special(tokenizer),
-        rows=lambda queries: choose_rows(rows, queries),
-        top=top,
-        padding=padding_of(batch, is_two_sided(model, (name for name, _ in model.named_modules()))),
-        **options,
-    )
+        read_sides(batch, tokenizer), list_special(tokenizer), rows=lambda queries: choose_rows(rows, queries), top=top,
+        padding=padding_of(batch, is_two_sided(model, (name for name, _ in model.named_modules()))), **options,
+    )  # fmt: skip
     run_observed(model, batch, reader, room)
     found = Look.of_layers(name_model(model), list(reader.layers.values()), layer, head)
     repeated = run_repeated(model, batch, room, tokenizer, options)

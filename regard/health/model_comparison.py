@@ -43,9 +43,14 @@ class LayerDifference:
     scores: float  # of the logits, on keys that both see; inf where the visible keys differ
     output: float
 
+    @property
+    def numbers(self) -> list[float]:
+        """The differences in the order of `PARTS`."""
+        return [getattr(self, part) for part in PARTS]
+
     def parts(self, tolerance: float) -> list[str]:
         """The names of the tensors that differ."""
-        return [part for part in PARTS if not getattr(self, part) <= tolerance]
+        return [part for part, number in zip(PARTS, self.numbers, strict=True) if not number <= tolerance]
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,6 @@ class ModelComparison:
     tolerance: float
 
     def summary(self) -> list[str]:
-        """The comparison in a few lines."""
         lines = [f"The outputs differ by {self.output:.2g} of their size."]
         if self.first is None:
             return [*lines, f"No attention layer differs by more than {self.tolerance:g}.", self.meaning]
@@ -87,14 +91,10 @@ class ModelComparison:
         return dict(layers=layers, first=first, parts=self.parts, meaning=self.meaning, output=self.output)
 
     def show(self, file: TextIO | None = None) -> None:
-        """Print the summary and a row per layer."""
         file = sys.stdout if file is None else file
         for line in self.summary():
             print(printable(line), file=file)
-        rows = [
-            [str(one.index), printable(one.layer), *(f"{getattr(one, part):.2g}" for part in PARTS)]
-            for one in self.layers
-        ]
+        rows = [[str(one.index), printable(one.layer), *(f"{x:.2g}" for x in one.numbers)] for one in self.layers]
         Table(["", "layer", *PARTS], rows, "relative differences").show(file)
 
     def __str__(self) -> str:
@@ -121,14 +121,13 @@ def compare_models(
     layers = [compare_calls(list(a[1].values()), list(b[1].values())) for a, b in pairs]
     if not layers[0]:
         raise ValueError("no attention call was captured in both models; regard.examine says why")
-    merged = [
-        max(same, key=lambda one: max(one.q, one.k, one.v, one.scores, one.output))
-        for same in zip(*layers, strict=False)
-    ]
+    merged = [max(same, key=lambda one: max(one.numbers)) for same in zip(*layers, strict=False)]
     at = next((at for at, one in enumerate(merged) if one.parts(tolerance)), None)
     counts = len(pairs[0][0][1]), len(pairs[0][1][1])
     if at is None:
-        meaning = _explain_agreement(max(outputs) > tolerance, counts)
+        meaning = AFTER_ALL if max(outputs) > tolerance else "Both models compute the same."
+        if counts[0] != counts[1]:
+            meaning = f"The models have {counts[0]} and {counts[1]} attention layers; the common ones agree."
         return ModelComparison(merged, None, [], meaning, max(outputs), tolerance)
     worst = max(range(len(layers)), key=lambda one: layers[one][at].output if at < len(layers[one]) else 0.0)
     a, b = (list(side[1].values()) for side in pairs[worst])
@@ -149,11 +148,9 @@ def compare_calls(a: Sequence[CapturedCall], b: Sequence[CapturedCall]) -> list[
     """The differences of the calls of two forwards, paired in order of execution."""
     found = []
     for index, (one, other) in enumerate(zip(a, b, strict=False)):
-        tensors = [_difference(getattr(one, part), getattr(other, part)) for part in ("q", "k", "v")]
-        output = _difference(one.output, other.output)
+        tensors = {part: _difference(getattr(one, part), getattr(other, part)) for part in ("q", "k", "v", "output")}
         scores = _score_difference(one, other) if one.q.shape == other.q.shape else float("inf")
-        q, k, v = tensors
-        found.append(LayerDifference(index, one.key[0], other.key[0], q, k, v, scores, output))
+        found.append(LayerDifference(index, one.key[0], other.key[0], scores=scores, **tensors))
     return found
 
 
@@ -172,14 +169,6 @@ def _score_difference(one: CapturedCall, other: CapturedCall) -> float:
     if a.shape != b.shape or not torch.equal(seen[0], seen[1]):
         return float("inf")
     return relative_change(b.masked_fill(~seen[0], 0.0), a.masked_fill(~seen[0], 0.0))
-
-
-def _explain_agreement(outputs_differ: bool, counts: tuple[int, int]) -> str:
-    if counts[0] != counts[1]:
-        return f"The models have {counts[0]} and {counts[1]} attention layers; the common ones agree."
-    if outputs_differ:
-        return AFTER_ALL
-    return "Both models compute the same."
 
 
 def scores_of(one: CapturedCall) -> Tensor:

@@ -17,7 +17,7 @@ import regard
 from regard.health import AttentionWarning
 from regard.health.capture import interception
 from regard.health.watching import hooks
-from regard.health.watching.trends import SAMPLES
+from regard.health.watching.alarms import SAMPLES
 
 
 def layer(dropout=0.1):

@@ -10,8 +10,7 @@ from torch import nn
 
 import regard
 from regard.health import AttentionWarning
-from regard.health.watching.alarms import URGENT, WIDESPREAD, YOUNG, AlarmRules
-from regard.health.watching.trends import SAMPLES, extrapolate, is_rising
+from regard.health.watching.alarms import SAMPLES, URGENT, WIDESPREAD, YOUNG, AlarmRules, extrapolate, is_rising
 
 
 def warnings_in_training(gain: float, rate: float, scale: float | None = None, steps: int = 30) -> list[str]:

@@ -19,13 +19,7 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.capture.fused_call import MAX_DENSE, first_of
-from regard.health.capture.interception import (
-    interceptions_of,
-    is_swapped,
-    route_result,
-    running_module,
-    without_mode,
-)
+from regard.health.capture.interception import interceptions_of, is_swapped, route_result, running_module, without_mode
 
 
 def capture_flex(original: Callable, given: dict[str, Any]) -> Any:

@@ -6,7 +6,8 @@
     p·v                   a `Call` with the bias logits − c·q kᵀ, which holds mask, bias and soft cap alike
 
 The bias makes every reading that of the model's own logits, whatever was done to them. Weights whose scores are no
-product of queries and keys are reported with the line that multiplies them by values.
+product of queries and keys are reported with the line that multiplies them by values. Products may be written as
+`torch.einsum`: "bhid,bhjd->bhij" for scores, "bhij,bhjd->bhid" for outputs.
 """
 
 from __future__ import annotations
@@ -23,14 +24,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from regard.health.capture.call import HIDES_ALWAYS, HIDES_AMONG_ZEROS, Call
-from regard.health.capture.equation import find_scores, find_values
-from regard.health.capture.interception import (
-    interceptions_of,
-    is_swapped,
-    route,
-    route_result,
-    running_module,
-)
+from regard.health.capture.interception import interceptions_of, is_swapped, route, route_result, running_module
 
 PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
@@ -170,7 +164,7 @@ def _factor(name: str, args: tuple) -> float:
 def _scores_of(name: str, args: tuple) -> tuple[Tensor, Tensor] | None:
     """Returns (q […, M, D], k […, N, D]) of a product that may be scores; None for any other."""
     if name == "einsum":
-        return find_scores(args)
+        return _find_scores(args)
     first, second = args[1:3] if name == "baddbmm" else args[:2]
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or min(first.ndim, second.ndim) < 3:
         return None
@@ -180,7 +174,7 @@ def _scores_of(name: str, args: tuple) -> tuple[Tensor, Tensor] | None:
 def _values_of(name: str, args: tuple, weights: Weights, values: Tensor) -> tuple[Tensor, Callable, Callable] | None:
     """Returns (v […, N, E], the product's own layout → […, M, E], and back)."""
     if name == "einsum":
-        return None if weights.transposed else find_values(args, weights.p)
+        return None if weights.transposed else _find_values(args, weights.p)
     if weights.transposed:  # vᵀ pᵀ = (p v)ᵀ
         flip = partial(torch.transpose, dim0=-1, dim1=-2)
         return (flip(values), flip, flip) if args[0] is values else None
@@ -265,3 +259,62 @@ def _line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PLACES):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def _terms(args: tuple) -> tuple[str, str, str] | None:
+    """Returns the letters of both operands and of the result; None for what is no product of two tensors."""
+    equation = args[0] if args else None
+    if not isinstance(equation, str) or len(args) != 3 or "->" not in equation or "." in equation:
+        return None
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    first, _, second = inputs.partition(",")
+    return first, second, result
+
+
+def _find_scores(args: tuple) -> tuple[Tensor, Tensor] | None:
+    """Returns q [batch …, M, D] and k [batch …, N, D] of an equation with one contracted letter, in the result's order.
+
+    The result ends in the query and the key letter; k has size 1 where it lacks a letter of the batch.
+    """
+    terms = _terms(args)
+    if terms is None or len(terms[2]) < 3:
+        return None
+    first, second, result = terms
+    batch, m, n = result[:-2], result[-2], result[-1]
+    (q_letters, q), (k_letters, k) = sorted(zip(terms, args[1:], strict=False), key=lambda term: m not in term[0])
+    contracted = set(first) & set(second) - set(result)
+    if len(contracted) != 1 or n not in k_letters:
+        return None
+    d = contracted.pop()
+    if set(q_letters) != {*batch, m, d} or not set(k_letters) <= {*batch, n, d}:
+        return None
+    return _arrange(q_letters, q, batch + m + d), _arrange(k_letters, k, batch + n + d)
+
+
+def _arrange(letters: str, x: Tensor, order: str) -> Tensor:
+    """Permutes x to the order, with size 1 for letters that it lacks."""
+    x = x.permute(*(letters.index(one) for one in order if one in letters))
+    for at, one in enumerate(order):
+        if one not in letters:
+            x = x.unsqueeze(at)
+    return x
+
+
+def _find_values(args: tuple, p: Tensor) -> tuple[Tensor, Callable, Callable] | None:
+    """Returns (v [batch …, N, E], result's layout → [batch …, M, E], and back) of weights times values."""
+    terms = _terms(args)
+    if terms is None:
+        return None
+    at = 0 if args[1].shape == p.shape and len(terms[0]) == p.ndim else 1
+    weights, values, result = terms[at], terms[1 - at], terms[2]
+    batch, m, n = weights[:-2], weights[-2], weights[-1]
+    width = set(values) & set(result) - set(weights)
+    if n not in values or n in result or m in values or len(width) != 1:
+        return None
+    e = width.pop()
+    if set(result) != {*batch, m, e} or not set(values) <= {*batch, n, e}:
+        return None
+    order = [result.index(one) for one in batch + m + e]
+    back = [order.index(place) for place in range(len(order))]
+    v = _arrange(values, args[2 - at], batch + n + e)
+    return v, partial(torch.permute, dims=order), partial(torch.permute, dims=back)

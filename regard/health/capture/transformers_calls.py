@@ -17,7 +17,7 @@ from regard.health.capture.call import Call, causal_rows, clean_mask, derive, me
 from regard.health.capture.documents import documents_of_positions
 from regard.health.capture.flex_calls import mask_of_block
 from regard.health.capture.fused_call import FusedCall, capture_fused
-from regard.health.capture.interception import SDPA, STATE, interceptions_of, route
+from regard.health.capture.interception import SDPA, STATE, interceptions_of, is_swapped, route
 
 _ORIGINALS: dict[str, object] = {}
 
@@ -51,7 +51,8 @@ def _wrap_lookup(lookup: Callable) -> Callable:
 
 
 def _capture(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
-    if args or not interceptions_of(module) or kwargs.get("cache") is not None or _is_ours(own):
+    is_ours = getattr(getattr(own, "func", None), "__module__", None) == "regard.hf"  # its regard.attention is captured
+    if args or not interceptions_of(module) or kwargs.get("cache") is not None or is_ours:
         return own(module, query, key, value, attention_mask, *args, **kwargs)
     if _name(own) == "flash_attention_forward":
         return _capture_flash(own, module, query, key, value, attention_mask, kwargs), None
@@ -63,7 +64,7 @@ def _capture(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, 
         return out.transpose(1, 2)
 
     call = _as_call(own, module, query, key, value, attention_mask, kwargs)
-    if call.wants_weights and any(one.swap is not None for one in interceptions_of(module)):
+    if call.wants_weights and is_swapped(module):
         call.weights = []
     out = route(call, run_original)
     return out.transpose(1, 2), call.weights[0] if call.weights else weights
@@ -106,11 +107,6 @@ def _capture_flash(own, module, query, key, value, mask, kwargs) -> Tensor:
     fused.cu_q, fused.cu_k = cu_q.to(q.device), cu_k.to(q.device)
     fused.run = lambda dropout: run(dropout).flatten(0, 1)
     return capture_fused(fused, module).unflatten(0, (query.shape[0], query.shape[2]))
-
-
-def _is_ours(own: Callable) -> bool:
-    """True for the function of `regard.hf`: the call of `regard.attention` inside it is captured."""
-    return getattr(getattr(own, "func", None), "__module__", None) == "regard.hf"
 
 
 def _sdpa_by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

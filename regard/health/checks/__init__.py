@@ -58,7 +58,6 @@ class Checks:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The checks as schema.json describes them."""
         return dict(
             done=self.done,
             skipped=[list(pair) for pair in self.skipped],

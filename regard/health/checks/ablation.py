@@ -41,7 +41,6 @@ class Ablation:
         return IDLE * (abs(self.own) if self.unit == LOSS else 1.0)
 
     def to_json(self) -> dict[str, Any]:
-        """The ablation as schema.json describes it."""
         return dict(
             unit=self.unit,
             own=finite(self.own),

@@ -13,11 +13,9 @@ def check(trial: Trial) -> list[Finding]:
     if not trial.noise > trial.tolerance:
         return []
     return trial.find(
-        KIND,
-        "warning",
-        [],
+        KIND, "warning", [],
         f"Two equal forwards in evaluation mode differ by {trial.noise:.2g} of the output's size.",
         f"relative difference > {trial.tolerance:g}",
         "Look for dropout that ignores the mode: F.dropout(x, p) needs training=self.training, and "
         "scaled_dot_product_attention drops whatever dropout_p it is given. Ignore this for Monte Carlo dropout.",
-    )
+    )  # fmt: skip

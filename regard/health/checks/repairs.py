@@ -60,14 +60,12 @@ def check(trial: Trial) -> list[Finding]:
         return []
     _, repair, loss = min(best.values(), key=lambda one: one[0])
     return trial.find(
-        repair.kind,
-        "warning",
-        [],
+        repair.kind, "warning", [],
         f"{repair.meaning} With that undone in every layer, the loss falls from {float(own.mean()):.3g} to {loss:.3g}.",
         f"loss lower by more than {GAIN:.0%} ({ROTARY_GAIN:.0%} for rotations), 95 % interval below 0",
         "Compare the attention code with the one that the model was trained with, or use regard.compare(model, "
         "reference, batches).",
-    )
+    )  # fmt: skip
 
 
 def list_repairs(trial: Trial) -> list[Repair]:

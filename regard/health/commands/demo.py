@@ -38,14 +38,9 @@ def main(options: argparse.Namespace) -> int:
         model, notes = checkpoint(name)
         texts = batches(sample_text(), model.options["length"], 8)
         report = examine(
-            model,
-            texts,
-            CHANGES,
-            title=f"{name}, {description}",
-            progress=sys.stderr.isatty(),
-            tokenizer=CHARACTERS.__getitem__,
-            ablate=2.0,
-        )
+            model, texts, CHANGES, title=f"{name}, {description}", progress=sys.stderr.isatty(),
+            tokenizer=CHARACTERS.__getitem__, ablate=2.0,
+        )  # fmt: skip
         report.show()
         print(f"a stored model: trained for {notes['steps']} steps, validation loss {notes['validation_loss']}")
         reports.append(report)

@@ -102,5 +102,4 @@ def report_failure(command: str, error: Exception, path: Path | None) -> int:
 
 
 def print_error(command: str, *messages: str) -> None:
-    """Print one line on standard error."""
     print(f"regard {command}: {printable('; '.join(messages))}", file=sys.stderr)

@@ -64,7 +64,6 @@ class ModelShards:
         ]
 
     def stop(self) -> None:
-        """Removes the hooks."""
         for hook in self.hooks:
             hook.remove()
 

@@ -73,7 +73,6 @@ class Finding:
         return [(index, head) for index, (_, head) in zip(self.indices, self.heads, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
-        """The finding as schema.json describes it."""
         lists = dict(heads=[list(head) for head in self.heads], measured=list(self.measured))
         return {**vars(self), **lists, "indices": list(self.indices)}
 
@@ -181,9 +180,13 @@ def variances(members: Heads) -> tuple[float, float]:
 def is_from_norms(members: Heads, ratio: float = NORM_RATIO) -> bool:
     """True if q and k of these norms, in unrelated directions, would have the layer's variance."""
     measured, predicted = variances(members)
+    return measured < ratio * predicted * mean_key_share(members) and not math.isnan(members[0].predicted_variance)
+
+
+def mean_key_share(members: Heads) -> float:
+    """E(1 − 1/n), because n keys vary less than many."""
     gain, gain_ratio = median_of(members, "gradient_gain"), median_of(members, "gain_ratio")
-    few_keys = min(gain / gain_ratio, 1.0) if gain_ratio > 0.0 else 1.0  # E(1 − 1/n): n keys vary less than many
-    return measured < ratio * predicted * few_keys and not math.isnan(members[0].predicted_variance)
+    return min(gain / gain_ratio, 1.0) if gain_ratio > 0.0 else 1.0
 
 
 def is_from_bias(members: Heads) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -37,11 +35,3 @@ def gate_sums(gates: Tensor, rows: Tensor | None) -> Tensor:
     gates = gates.detach().double()
     counts = torch.ones_like(gates) if rows is None else rows[:, None, :, None].expand(gates.shape).double()
     return torch.stack([x.sum((0, 2, 3)) for x in (counts, counts * gates, counts * (gates < NEAR_ZERO))])
-
-
-def gate_numbers(sums: Tensor | None, head: int) -> tuple[float, float]:
-    """Returns (mean gate, share near 0) of a head; NaN without a gate."""
-    if sums is None or not float(sums[0, head]):
-        return math.nan, math.nan
-    count, total, near = sums[:, head].tolist()
-    return total / count, near / count

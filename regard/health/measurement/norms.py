@@ -49,14 +49,10 @@ def tolerance(dtype: torch.dtype, device: torch.device) -> float:
     return GPU_FLOAT32 if (dtype, device.type) == (torch.float32, "cuda") else TOLERANCE[dtype]
 
 
-def sampled_rows(q: Tensor) -> Tensor:
-    """Returns the indices of 64 rows spread over a long call."""
-    return _spread_evenly(q.shape[2], SAMPLED_ROWS, q.device)
-
-
 @lru_cache(maxsize=8)
-def _spread_evenly(length: int, count: int, device: torch.device) -> Tensor:
-    return torch.linspace(0, length - 1, count).round().long().to(device)
+def sampled_rows(length: int, device: torch.device) -> Tensor:
+    """Returns the indices of 64 rows spread over a long call."""
+    return torch.linspace(0, length - 1, SAMPLED_ROWS).round().long().to(device)
 
 
 def relative_difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
@@ -151,19 +147,15 @@ def add_norms(flat: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     The B sequences of a layer follow one another in q [L·B, H, M, D], k and v.
     """
     layers, heads = len(flat), q.shape[1]
-    sums = [_sum_norms(x, layers, heads) for x in (q, k, v)]
+    sums = []  # [L, H] of each, in float32
+    for x in (q, k, v):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float().unflatten(0, (layers, -1)).sum((1, 3))
+        sums.append(norms.repeat_interleave(heads // norms.shape[1], 1) if norms.shape[1] != heads else norms)
     (begin, end, shape), (at, _, _) = (parts_of(heads)[name] for name in ("norms", "norm_rows"))
     flat[:, begin:end].view(layers, *shape).add_(torch.stack(sums, 1))
     for offset, x in enumerate((q, k)):
         flat[:, at + offset] += x.shape[0] // layers * x.shape[2]
-
-
-def _sum_norms(x: Tensor, layers: int, heads: int) -> Tensor:
-    """Returns the sums of ‖x‖ over the rows of each layer and query head, [L, H], in float32."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float()
-    sums = norms.unflatten(0, (layers, -1)).sum((1, 3))
-    return sums if sums.shape[1] == heads else sums.repeat_interleave(heads // sums.shape[1], 1)
 
 
 def value_spread(v: Tensor, layers: int = 1) -> Tensor:

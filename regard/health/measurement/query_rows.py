@@ -202,7 +202,6 @@ def _rows_without_keys(shown: MaskSummary, known: Tensor | None, cross: bool) ->
 
 
 def _summarize_mask(mask: Tensor, batch: int, queries: int, keys: int, text: Tensor | None) -> MaskSummary:
-    """Summarizes a mask that broadcasts to [B, H, M, N]."""
     shown = mask if mask.dtype == torch.bool else mask != -math.inf
     while shown.ndim < 4:
         shown = shown[None]

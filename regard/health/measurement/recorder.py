@@ -127,7 +127,6 @@ class Layer:
         return merged
 
     def add_empty_rows(self, counts: list[int]) -> None:
-        """Adds numbers of rows that see no key, per head."""
         self.empty_rows = [a + b for a, b in zip_longest(self.empty_rows, counts, fillvalue=0)]
 
     def add_values(self, values: Sequence[tuple[float, float]]) -> None:
@@ -136,7 +135,6 @@ class Layer:
         self.values = [(max(a, c), max(b, d)) for (a, b), (c, d) in pairs]
 
     def add_gates(self, sums: Tensor | None) -> None:
-        """Adds sums over output gates, [3, H]."""
         if sums is not None:
             self.gates = sums if self.gates is None else self.gates + sums.to(self.gates.device)
 
@@ -307,8 +305,8 @@ class Recorder:
                 if self._is_on_gpu:
                     self._side.mark(call.q.device)
                 return output
-            part = rebuilt.index_select(2, norms.sampled_rows(call.q))  # the model may write to the whole
             device, before = call.q.device, self._unread[-1].computed if self._unread else None
+            part = rebuilt.index_select(2, norms.sampled_rows(call.q.shape[2], device))  # the model may write to it all
             is_behind = before is not None and not before.query()
             self._unread.append(UnreadCall(batch, call, part, stats, rows, start, record_event(device)))
             held = call.q.nbytes + call.k.nbytes + call.v.nbytes + len(stats) * stats["entropy"].nbytes
@@ -330,7 +328,7 @@ class Recorder:
             device = one.call.q.device
             with torch.no_grad(), uncaptured(), self._side(device, one, after=one.computed):
                 self._read(one.batch, one.call, one.stats, one.rows, one.start)
-                at = norms.sampled_rows(one.call.q)
+                at = norms.sampled_rows(one.call.q.shape[2], device)
                 counted = None if one.rows is None else one.rows[:, at]
                 one.batch.add_difference(norms.relative_difference(one.call.own(at), one.part, counted))
             one.batch.done = self._side.last_event(device)

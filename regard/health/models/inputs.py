@@ -21,7 +21,6 @@ class InputError(Exception):
 
 
 def sample_text() -> str:
-    """The built-in text."""
     return resources.files("regard.health.models").joinpath("sample.txt").read_text(encoding="utf-8")
 
 

@@ -58,7 +58,6 @@ class Probe:
 
     @contextmanager
     def active(self) -> Iterator[Probe]:
-        """Intercepts within the block."""
         with self._interception, self._interception.torch_calls():
             yield self
 

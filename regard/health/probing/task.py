@@ -77,7 +77,6 @@ class LossChange:
         return WORDS["unknown"]
 
     def to_json(self) -> dict[str, Any]:
-        """The change as schema.json describes it."""
         return {**{key: finite(value) for key, value in asdict(self).items()}, "word": self.word}
 
     def __str__(self) -> str:
@@ -204,7 +203,7 @@ def frequency_losses(previous: Tensor, targets: Tensor, vocabulary: int) -> tupl
     n = len(w)
     if n < 2:
         return math.log(vocabulary), math.log(vocabulary)
-    counts = _counts(w)
+    counts = torch.bincount(at := w.unique(return_inverse=True)[1]).double()[at]  # how often each occurs, at its places
     unseen = max(float((counts == 1).sum()), 1.0) / n
     unigram = (1 - unseen) * (counts - 1) / (n - 1) + unseen / vocabulary
     pair = u.long() * (int(w.max()) + 1) + w
@@ -218,9 +217,3 @@ def frequency_losses(previous: Tensor, targets: Tensor, vocabulary: int) -> tupl
     back_off = torch.where(context_counts > 1, kinds / (kinds + context_counts - 1), 1.0)
     bigram = (1 - back_off) * (pair_counts - 1) / rest + back_off * unigram
     return float(-unigram.log().mean()), float(-bigram.log().mean())
-
-
-def _counts(ids: Tensor) -> Tensor:
-    """How often each id occurs, at every place, float64."""
-    _, place = ids.unique(return_inverse=True)
-    return torch.bincount(place).double()[place]

@@ -162,7 +162,8 @@ class Trial:
             return None
         if names_next_token(self.model) or self.why_causal is not None:
             return self._make_task(NEXT)
-        if names_next_token(self.model) is None and self.is_repeatable and self.leak <= self.tolerance:
+        is_open = names_next_token(self.model) is None
+        if is_open and self.noise <= self.tolerance and self.leak <= self.tolerance:
             return self._make_task(NEXT)
         return None
 
@@ -182,10 +183,6 @@ class Trial:
         """The model's loss beside that of the text's frequencies."""
         return None if self.task is None or self.losses is None else self.task.read(self.losses)
 
-    @property
-    def is_repeatable(self) -> bool:
-        return self.noise <= self.tolerance
-
     def _make_task(self, kind: str) -> Task | None:
         if kind == GIVEN:
             whole = [as_batch(batch, self.device) for batch in self.given]
@@ -197,12 +194,8 @@ class Trial:
                 sequences += batches[-1].ids.shape[0]
         if kind == LABELS:
             batches = [batch for batch in batches if "labels" in batch.named]
-            result = self.probe.run_model(batches[0])
-            return (
-                Task(self.probe, batches, kind, None, self.pad)
-                if isinstance(getattr(result, "loss", None), Tensor)
-                else None
-            )
+            has_loss = isinstance(getattr(self.probe.run_model(batches[0]), "loss", None), Tensor)
+            return Task(self.probe, batches, kind, None, self.pad) if has_loss else None
         output, targets = self.probe.run(batches[0]), batches[0].targets
         is_logits = output.ndim == 3 and output.shape[:2] == targets.shape and output.shape[-1] > int(targets.max())
         if not (is_logits and self.names_vocabulary(output)):

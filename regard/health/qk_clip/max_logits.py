@@ -35,7 +35,7 @@ class MaxLogits:
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be read
         self.forwards = 0
         self._ranks = RankReduction()
-        self._version: int | None = None  # of the weights, at the end of the last `qk_clip`
+        self.version: int | None = None  # of the weights, at the end of the last `qk_clip`
         self._interceptions = ForwardInterceptions()
         self.regard_modules = {
             name: weakref.ref(module)
@@ -52,7 +52,6 @@ class MaxLogits:
         return {"_hooks": []}
 
     def close(self) -> None:
-        """Removes the hooks."""
         self._interceptions.close(succeeded=False)
         for hook in self._hooks:
             hook.remove()
@@ -89,22 +88,16 @@ class MaxLogits:
         self._add(name, q, k, scale=scale, **options)
         return True
 
-    def mark_weights(self, model: nn.Module) -> None:
-        """Remembers the weights' version, to tell later whether a step was made."""
-        self._version = weights_version(model)
-
     def _complaint(self, model: nn.Module) -> str | None:
         """Returns what is wrong if steps or forwards were made and no attention was seen in them."""
-        stepped = self._version is not None and self._version != weights_version(model)
+        stepped = self.version is not None and self.version != weights_version(model)
         if self.largest or self.unseen or not (self.forwards or stepped):
             return None
         modules = [module for known in self.regard_modules.values() if (module := known()) is not None]
         if modules and all(map(bounded_scores_reason, modules)):
             return None  # `skipped` says so
-        seen = (
-            "training forwards of it, and no attention call in them" if self.forwards else "no training forward of it"
-        )
-        return f"since the last call for this model, it saw {seen}"
+        seen = "training forwards of it, and no attention call in them"
+        return f"since the last call for this model, it saw {seen if self.forwards else 'no training forward of it'}"
 
     def take(self, model: nn.Module, group: Any) -> dict[str, Tensor]:
         """Returns layer → largest logits [H], the same on every rank, and forgets them; no wait for a GPU.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.qk_clip.clipping import Clipped, check_arguments, clip_observed
+from regard.health.qk_clip.clipping import Clipped, Masters, check_arguments, clip_observed
 from regard.health.qk_clip.max_logits import observe, stop
-from regard.health.qk_clip.weights import Masters
 from regard.health.watching.writers import make_writer
 from regard.nn.projections import NotFound
+from regard.parallel.torchrun import is_first_rank
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -93,7 +93,7 @@ class QKClip:
                 f"{f', and {len(others)} more layers' if others else ''}; pass names=, or see `.last.skipped`",
                 stacklevel=2,
             )
-        if self._writer is not None and _is_first_rank():
+        if self._writer is not None and is_first_rank():
             self._writer.write(self.steps, self.last.scalars(), [])
         return self.last
 
@@ -102,9 +102,8 @@ class QKClip:
         if not callable(getattr(optimizer, "register_step_post_hook", None)):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self.follow(optimizer)
-        handle = optimizer.register_step_post_hook(self._after_step)
-        self._handles.append(handle)
-        return handle
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        return self._handles[-1]
 
     def _after_step(self, *_: Any) -> None:
         self.step()
@@ -163,8 +162,3 @@ def _main_param(parameter: Tensor) -> Tensor | None:
     """Returns Megatron's float32 copy of a parameter."""
     found = getattr(parameter, "main_param", None)
     return found if isinstance(found, Tensor) else None
-
-
-def _is_first_rank() -> bool:
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not is_distributed or torch.distributed.get_rank() == 0

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from regard.health.measurement.gates import gate_numbers
 from regard.health.measurement.recorder import Layer, Recorder
 from regard.health.measurement.side_stream import after_event, copy_to_host
 from regard.health.readings.histogram import ROW, Spreads
@@ -52,7 +51,6 @@ class HeadReading:
         return {} if self.reading is None else self.reading.curves(self.head)
 
     def to_json(self) -> dict:
-        """Returns the head as the report's JSON holds it."""
         predicted = self.predicted_variance
         return dict(
             layer=self.layer,
@@ -91,9 +89,9 @@ def _with_gates(layer: Layer, heads: list[HeadReading]) -> list[HeadReading]:
     """Returns the heads with the readings of the layer's output gates, if it has any."""
     if layer.gates is None:
         return heads
-    sums = layer.gates.cpu()
-    numbers = (gate_numbers(sums, one.head) for one in heads)
-    return [replace(one, gate=mean, gate_near_zero=near) for one, (mean, near) in zip(heads, numbers, strict=True)]
+    count, total, near = layer.gates.cpu()
+    mean, share = (total / count).tolist(), (near / count).tolist()  # NaN for a head without rows
+    return [replace(one, gate=mean[one.head], gate_near_zero=share[one.head]) for one in heads]
 
 
 def read_early(recorder: Recorder) -> None:

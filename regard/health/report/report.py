@@ -33,12 +33,9 @@ if TYPE_CHECKING:
 
 THREE_DIMS = "called with (N, L, d), which does not separate heads from sequences: measured as one head"
 FIRST_BINS = {
-    "shares": "mass",
-    "entropy_ratio": "entropy_ratio",
-    "entropy": "entropy",
-    "logit_variance": "logit_variance",
+    "shares": "mass", "entropy_ratio": "entropy_ratio", "entropy": "entropy", "logit_variance": "logit_variance",
     "numbers of keys, distance": "distance",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,6 @@ class WhatIfReading:
     loss: LossChange | None = None  # the effect on the model's loss, where every layer has the change
 
     def to_json(self) -> dict[str, Any]:
-        """The reading as schema.json describes it."""
         return dict(
             heads=[head.to_json() for head in self.heads],
             findings=[finding.to_json() for finding in self.findings],
@@ -124,7 +120,14 @@ class Report:
         `rows`, `predicted_logit_variance`, and for each statistic its mean under its own name (`entropy_ratio`) and the
         rest with a suffix (`entropy_ratio_q95`).
         """
-        return make_frame(self)
+        try:
+            from pandas import DataFrame
+        except ModuleNotFoundError:
+            try:
+                from polars import DataFrame
+            except ModuleNotFoundError:
+                raise ImportError('to_frame needs pandas or polars: pip install "regard[frame]"') from None
+        return DataFrame(head_rows(self))
 
     def plot(self, statistic: str = "entropy_ratio") -> Figure:
         """A matplotlib figure: the mean of `statistic` as a layer × head map, heads with findings ringed."""
@@ -172,19 +175,6 @@ class Report:
         from regard.health.report.page.report_page import render
 
         return embed(render(self))
-
-
-def make_frame(report: Report) -> Any:
-    """A pandas or polars DataFrame of `head_rows`."""
-    rows = head_rows(report)
-    try:
-        from pandas import DataFrame
-    except ModuleNotFoundError:
-        try:
-            from polars import DataFrame
-        except ModuleNotFoundError:
-            raise ImportError('to_frame needs pandas or polars: pip install "regard[frame]"') from None
-    return DataFrame(rows)
 
 
 def head_rows(report: Report) -> list[dict[str, Any]]:

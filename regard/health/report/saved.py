@@ -62,7 +62,6 @@ class SavedSpreads(dict[str, SavedSpread]):
 
 
 def load_report(path: str | os.PathLike) -> Report:
-    """The report in a JSON file."""
     data = read_json(path)
     try:
         what_if = {

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from regard.health.report.page.document import escape, make_document
-from regard.health.tokens.view import describe_kind
-
-if TYPE_CHECKING:
-    from regard.health.tokens.view import HeadLook, Look, QueryTop
+from regard.health.tokens.view import HeadLook, Look, QueryTop, describe_kind
 
 DRAWN = 16  # heads in full; the others are in the table of kinds
 ROWS = 256  # rows of a head's table
@@ -17,7 +12,6 @@ FAINT = 0.01  # weights below are not drawn
 
 
 def render(look: Look) -> str:
-    """The HTML of a look."""
     shown = sorted(look.heads, key=lambda head: -head.score)[:DRAWN]
     note = ""
     if len(look.heads) > DRAWN:

@@ -183,13 +183,9 @@ def select_head(call: Call, head: int) -> Call:
         if isinstance(value, Tensor) and value.ndim:
             options[name] = pick(value, -1 if value.ndim == 1 else -3)
     return replace(
-        call,
-        q=pick(call.q, -3),
-        k=pick_shared(call.k),
-        v=pick_shared(call.v),
-        mask=pick(call.mask, -3),
+        call, q=pick(call.q, -3), k=pick_shared(call.k), v=pick_shared(call.v), mask=pick(call.mask, -3),
         options=options,
-    )
+    )  # fmt: skip
 
 
 def select_block(call: Call, first: int, last: int) -> Call:

@@ -7,23 +7,32 @@
 | most heads of the model collapsed, or without gradient | in three samples on end | critical |
 | collapsed, dying gradient, scale off, dead | in ten samples on end | warning |
 | diffuse | in ten samples on end | a note while training is young, then a warning |
-| logits rising, entropy falling towards the limit | by a trend over ten samples (`trends.py`) | warning |
+| logits rising, entropy falling towards the limit | by a trend over ten samples | warning |
 
 Each is raised once per head; heads that get the same alarm in one sample share it, and its text quotes the worst. After
 the first alarm of a kind the next one waits until twice as many heads have it, so that a large model raises a few, not
 hundreds.
+
+A trend is reported if the ten samples are ordered, the last three are near the limit, and the line through them,
+continued for four times their span, passes it. Healthy trainings have long steep trends at the start too, but they stop
+far from the limit.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 
-from regard.health.watching.trends import SAMPLES, find_trends
+from regard.health.findings._finding import LOGIT_LIMIT
 from regard.table import format_number
 
+SAMPLES = 10  # of a trend
+AHEAD = 4.0  # how far a trend is continued, in spans of the samples
+SWAPS = 4  # of the 45 pairs may be out of order; 1 of 5,591 random orders has no more
+ENTROPY_LIMIT = 0.05  # of the mean entropy ratio
 URGENT = 2  # samples on end with a logit beyond the limit
 WIDESPREAD, MOST = 3, 0.5  # samples on end, and the share of the heads, from which on a slow finding is urgent
 YOUNG = 1000  # steps during which diffuse heads are a note
@@ -55,7 +64,6 @@ class Alarm:
     text: str
 
     def to_json(self) -> dict:
-        """Returns the alarm as a line of the log holds it."""
         found = asdict(self)
         return {"step": found.pop("step"), "alarm": found.pop("kind"), **found}
 
@@ -141,3 +149,44 @@ def _severity(event: Event) -> float:
     if kind == "scale off":
         return abs(math.log(max(number, 1e-30)))
     return -number if kind in WORSE_BELOW else number
+
+
+def find_trends(samples: Collection[tuple[int, float, float]]) -> Iterator[tuple[str, str]]:
+    """Yields ("rising" or "falling", text) for a head's last samples: (step, largest logit, entropy ratio)."""
+    if len(samples) < SAMPLES:
+        return
+    steps, logits, ratios = zip(*samples, strict=True)
+    then = steps[-1] + AHEAD * (steps[-1] - steps[0])
+    if _recent_mean(logits) > LOGIT_LIMIT / 4 and is_rising(logits):  # few heads come near the limit
+        logit = extrapolate(steps, logits, then)
+        if logit > LOGIT_LIMIT:
+            yield (
+                "rising",
+                f"largest logit {format_number(logits[-1])}, rising towards {format_number(logit)} by step {then:.0f}",
+            )
+    if _recent_mean(ratios) < 2 * ENTROPY_LIMIT and is_rising(ratios[::-1]):
+        ratio = extrapolate(steps, ratios, then)
+        if ratio < ENTROPY_LIMIT:
+            yield "falling", f"entropy ratio {ratios[-1]:.3g}, falling towards {max(ratio, 0):.2g} by step {then:.0f}"
+
+
+def is_rising(values: Sequence[float]) -> bool:
+    """True if all but a few pairs of values are in ascending order.
+
+    >>> from regard.health.watching.alarms import is_rising
+    >>> is_rising([1, 2, 3, 5, 4, 6, 7, 8, 9, 10]), is_rising([1, 2, 9, 8, 7, 6, 5, 4, 3, 10])
+    (True, False)
+    """
+    return sum(not a < b for a, b in combinations(values, 2)) <= SWAPS
+
+
+def _recent_mean(values: Sequence[float]) -> float:
+    return sum(values[-3:]) / 3
+
+
+def extrapolate(steps: Sequence[float], values: Sequence[float], then: float) -> float:
+    """The value at step `then` of the least-squares line through (steps, values)."""
+    middle, mean = sum(steps) / len(steps), sum(values) / len(values)
+    spread = sum((step - middle) ** 2 for step in steps)
+    products = ((step - middle) * (value - mean) for step, value in zip(steps, values, strict=True))
+    return mean + (sum(products) / spread if spread else 0.0) * (then - middle)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from regard.health.monitor import Monitor
-    from regard.health.qk_clip.training import QKClip
+from regard.health.monitor import Monitor
+from regard.health.qk_clip.training import QKClip
 
 
 def _import_trainer_callback() -> Any:

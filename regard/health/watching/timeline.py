@@ -88,7 +88,6 @@ def read_log(path: str | Path) -> Log:
 
 
 def render(log: Log, title: str) -> str:
-    """Returns the page's HTML."""
     steps = [sample["step"] for sample in log.samples]
     serious = [alarm for alarm in log.alarms if alarm["severity"] != "note"]
     first = f"First alarm at step {serious[0]['step']}: {serious[0]['text']}." if serious else "No alarm."

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from regard.health.findings import Finding
+from regard.health.readings.heads import HeadReading
 from regard.health.report.glossary import FINDINGS, link, link_words
 from regard.health.report.page.document import escape
+from regard.health.report.report import Report
 from regard.health.report.summary import count_noun, describe_no_findings
 from regard.table import format_number
-
-if TYPE_CHECKING:
-    from regard.health.findings import Finding
-    from regard.health.readings.heads import HeadReading
-    from regard.health.report.report import Report
 
 CHIPS = 48  # heads of a finding
 HEADLINES = 4  # findings named at the top

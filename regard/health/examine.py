@@ -276,13 +276,9 @@ def run_batch(model: nn.Module, batch: Any, number: int, room: int) -> None:
 
 
 def _make_report(
-    title: str,
-    modules: Modules,
-    layers: list[Layer],
-    changes: list[WhatIf],
-    how: dict[str, Any],
+    title: str, modules: Modules, layers: list[Layer], changes: list[WhatIf], how: dict[str, Any],
     failure: BaseException | None,
-) -> Report:
+) -> Report:  # fmt: skip
     heads = heads_of(layers)
     keep_on_host(layers, heads)
     what_if = {}

@@ -194,13 +194,9 @@ def _head_json(head: HeadLook, text: list[str], rows: int) -> dict[str, Any]:
     tops = [[key for key in row.keys if key.weight >= LEAST_WEIGHT] for row in head.top[:rows]]
     other = {} if head.key_tokens == text == head.tokens else dict(text=head.key_tokens, queries=head.tokens)
     return dict(
-        index=head.index,
-        head=head.head,
-        kind=head.kind,
-        score=round(head.score, 3),
+        index=head.index, head=head.head, kind=head.kind, score=round(head.score, 3),
         scores={kind: round(score, 3) for kind, score in head.scores.items()},
         keys=[[key.index for key in top] for top in tops],
         weights=[[round(key.weight, 2) for key in top] for top in tops],
-        received=[round(x / total, 3) for x in head.received.tolist()],
-        **other,
-    )
+        received=[round(x / total, 3) for x in head.received.tolist()], **other,
+    )  # fmt: skip

@@ -78,14 +78,14 @@ class Call:
         """True for cross-attention, by the call itself or else by the module's name."""
         return is_cross_name(name) if self.cross is None else self.cross
 
-    def first_sequences(self, count: int) -> Call:
-        """Returns the call for the first few sequences of its batch alone."""
+    def first_sequences(self, count: int | None) -> Call:
+        """Returns the call for the first few sequences of its batch alone; None for all of them."""
 
         def cut(x: Any) -> Any:
             return x[:count] if isinstance(x, Tensor) and x.ndim and x.shape[0] == batch else x
 
         batch = self.q.shape[0]
-        if count >= batch:
+        if count is None or count >= batch:
             return self
         per_batch = {"key_lengths": cut(self.options.get("key_lengths"))}
         for name in ("temperature", "sink", "gate"):
@@ -170,19 +170,14 @@ def derive(make: Callable, *inputs: Any) -> Any:
     if any(x.is_inference() or x.requires_grad or is_vmapped(x) for x in tensors):
         return make(*inputs)
     versions = [x._version for x in tensors]
-    for known_make, known_inputs, known_versions, known in list(_DERIVED):
-        if known_make is make and known_versions == versions and _are_same(known_inputs, inputs):
-            return known
+    others = [Tensor if isinstance(x, Tensor) else x for x in inputs]
+    for known_make, known_tensors, known_versions, known_others, known in list(_DERIVED):
+        if known_make is make and known_versions == versions and known_others == others:
+            if all(a is b for a, b in zip(known_tensors, tensors, strict=True)):
+                return known
     made = make(*inputs)
-    _DERIVED.append((make, inputs, versions, made))
+    _DERIVED.append((make, tensors, versions, others, made))
     return made
-
-
-def _are_same(before: tuple, now: tuple) -> bool:
-    return all(
-        a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b)
-        for a, b in zip(before, now, strict=True)
-    )
 
 
 def forget_derived() -> None:

@@ -178,11 +178,7 @@ def _values_of(name: str, args: tuple, weights: Weights, values: Tensor) -> tupl
     if weights.transposed:  # vᵀ pᵀ = (p v)ᵀ
         flip = partial(torch.transpose, dim0=-1, dim1=-2)
         return (flip(values), flip, flip) if args[0] is values else None
-    return None if args[0] is values else (values, _same, _same)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+    return None if args[0] is values else (values, lambda x: x, lambda x: x)
 
 
 def _split_heads(weights: Weights, values: Tensor) -> list[Tensor] | None:

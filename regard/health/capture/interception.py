@@ -93,14 +93,10 @@ class Interception:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        swap: Callable[[Call], Call] | None = None,
-        observe: Callable[[Call, str, Callable[[], Tensor]], Tensor] | None = None,
-        in_every_forward: bool = False,
+        self, model: nn.Module, *, swap: Callable[[Call], Call] | None = None,
+        observe: Callable[[Call, str, Callable[[], Tensor]], Tensor] | None = None, in_every_forward: bool = False,
         follows_functions: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.swap, self.observe, self.in_every_forward = model, swap, observe, in_every_forward
         self.follows_functions, self.saw_functions = follows_functions, False
         self.describe: Callable[[], dict[str, Any]] | None = None
@@ -344,15 +340,11 @@ def uncaptured() -> Iterator[None]:
         STATE.busy = before
 
 
-@contextlib.contextmanager
-def without_mode() -> Iterator[None]:
+def without_mode() -> contextlib.AbstractContextManager:
     """Pops our function mode where it is the innermost one: torch calls are cheaper without it."""
     depth = torch._C._len_torch_function_stack()
-    if not depth or not getattr(torch._C._get_function_stack_at(depth - 1), "captures_attention", False):
-        yield
-        return
-    with _pop_mode_temporarily():
-        yield
+    is_ours = depth and getattr(torch._C._get_function_stack_at(depth - 1), "captures_attention", False)
+    return _pop_mode_temporarily() if is_ours else contextlib.nullcontext()
 
 
 def running_module() -> nn.Module | None:

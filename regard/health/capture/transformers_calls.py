@@ -124,17 +124,14 @@ def _fold_mask(mask: Tensor, group: int, rows: int) -> Tensor:
     return each.expand(-1, -1, rows, -1).reshape(mask.shape[0], -1, group * rows, mask.shape[-1])
 
 
-def _wants_weights(module: nn.Module) -> bool:
-    """True if the model collects its weights, by `output_attentions` of a running forward or of its configuration."""
-    running = (getattr(one, "config", None) for one in (module, *(one for one, *_ in STATE.stack)))
-    return STATE.weights_depth is not None or any(getattr(config, "output_attentions", False) for config in running)
-
-
 def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     name = _name(own)
     eager = name.endswith("eager_attention_forward")  # timesfm has a `simple_eager_attention_forward`
     sdpa = name == "sdpa_attention_forward"
-    wants_weights = eager and _wants_weights(module)
+    # does the model collect its weights, by `output_attentions` of a running forward or of its configuration?
+    running = (getattr(one, "config", None) for one in (module, *(one for one, *_ in STATE.stack)))
+    collects = STATE.weights_depth is not None or any(getattr(one, "output_attentions", False) for one in running)
+    wants_weights = eager and collects
     queries, keys = query.shape[2], key.shape[2]
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal

@@ -1,7 +1,5 @@
 """Duplicate layers: two attention layers hold the same weights, as a conversion that repeats a layer leaves them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

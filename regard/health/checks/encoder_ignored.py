@@ -1,7 +1,5 @@
 """Encoder ignored: another text for the encoder leaves the decoder's output as it is."""
 
-from __future__ import annotations
-
 import torch
 
 from regard.health.findings._finding import Finding

@@ -1,7 +1,5 @@
 """Random in evaluation: two equal forwards give different outputs, although the model is in evaluation mode."""
 
-from __future__ import annotations
-
 from regard.health.findings._finding import Finding
 from regard.health.probing.trial import Trial
 

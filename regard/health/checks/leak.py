@@ -4,8 +4,6 @@ A model that predicts the next token may not see it. No mask need be understood:
 on are exchanged, and the first layer whose rows before the middle change is where the leak begins.
 """
 
-from __future__ import annotations
-
 from regard.health.findings._finding import Finding
 from regard.health.probing.probe import relative_change
 from regard.health.probing.trial import NotApplicable, Trial

@@ -3,8 +3,6 @@
 If they differ, either text queries see padding keys, or padding on the left moves the positions of the text.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

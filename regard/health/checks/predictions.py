@@ -5,8 +5,6 @@ learned anything loses to. A model whose heads look untrained too and whose loss
 every model starts like this.
 """
 
-from __future__ import annotations
-
 import math
 
 from regard.health.findings._finding import Finding

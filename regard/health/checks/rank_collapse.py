@@ -4,8 +4,6 @@ The measure is r = ‖V − v̄‖/‖V‖ over the tokens of a sequence, all he
 Attention without residual connections or MLPs converges to it with depth.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from regard.health.findings._finding import Finding

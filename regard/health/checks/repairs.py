@@ -4,8 +4,6 @@ Each repair undoes one mistake in every layer: another scale, key or value heads
 rotary positions on one side only or shifted. In a sound model all of them raise the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Sequences mixed: one sequence of a batch changes the output of another, as attention over the batch axis does."""
 
-from __future__ import annotations
-
 from regard.health.findings._finding import Finding
 from regard.health.probing.probe import relative_change
 from regard.health.probing.trial import NotApplicable, Trial

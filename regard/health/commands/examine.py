@@ -1,7 +1,5 @@
 """regard examine MODEL: measure every attention head of a model, report problems, write one HTML file."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Inputs and outputs of the commands: the device, the text, the files written, and why one of them failed."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """regard look MODEL: which tokens the heads of a model look at, on one text."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -91,13 +91,9 @@ def places_in(layers: Iterable[Layer]) -> list[tuple[HeadPlace, None]]:
 
 
 def make_finding(
-    kind: str,
-    severity: str,
-    found: Sequence[tuple[Head | HeadPlace, float | None]],
-    evidence: str,
-    threshold: str,
+    kind: str, severity: str, found: Sequence[tuple[Head | HeadPlace, float | None]], evidence: str, threshold: str,
     remedy: str,
-) -> list[Finding]:
+) -> list[Finding]:  # fmt: skip
     """[Finding] about the (head, number) pairs, or [] if there are none.
 
     In `evidence`, "{range}" stands for the smallest to the largest number, "{percent}" for the same in per cent.

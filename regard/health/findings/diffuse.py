@@ -66,7 +66,7 @@ def name_remedy(found: list[tuple[Head, float]]) -> str:
 def is_diffuse(head: Head) -> bool:
     if not head.can_be_judged or head.statistics.mean("entropy_ratio") <= MEAN:
         return False
-    return head.statistics.min("entropy_ratio") > LOW or head.statistics.quantile("entropy_ratio", 0.05) > LOW
+    return head.statistics.min("entropy_ratio") > LOW or head.statistics["entropy_ratio"].quantile(0.05) > LOW
 
 
 def untrained_heads(heads: Heads) -> list[Head]:

@@ -1,7 +1,5 @@
 """Sums over an output gate σ(g), per head: how many numbers, their sum, how many are near 0."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

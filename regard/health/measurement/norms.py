@@ -24,13 +24,9 @@ SAMPLED_ROWS = 64  # of a long call, on which the outputs are compared
 SERIAL_ROWS = 4096  # up to so many rows of a head are compared by one program of the GPU
 SAMPLED_KEYS = 1024  # rows and keys whose norms are taken, at least
 NOTHING = 1e-6  # of the layer's largest output column: what counts as 0
-# largest relative difference of one head's rebuilt output, as the square root of the sums of squares
-TOLERANCE = {
-    torch.float64: 1e-5,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}  # float64: with a softmax in float32
+# largest relative difference of one head's rebuilt output, as the square root of the sums of squares; in float64 models
+# the softmax may be in float32
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 GPU_FLOAT32 = 5e-3  # products in TF32
 NOT_FINITE = "its output is not finite"
 

@@ -263,7 +263,7 @@ class Recorder:
             return run_original()
         if call.obstacle is not None:
             return self._mark_unmeasured(key, call.obstacle, run_original)
-        whole, call = call, self._cut(call)
+        whole, call = call, call.first_sequences(self.sequences)
         try:
             with torch.no_grad():
                 start = query_rows.first_query_position(call, name)
@@ -342,9 +342,6 @@ class Recorder:
         if whole is not None and len(whole) >= shape[0]:
             layer.add_gates(gate_sums(whole[: shape[0]], rows))
             self._gated = None  # one gate for each call
-
-    def _cut(self, call: Call) -> Call:
-        return call if self.sequences is None else call.first_sequences(self.sequences)
 
     def _describe(self, layer: Layer, call: Call) -> float:
         """Stores what a call tells of its layer; returns the largest relative difference that it may have."""

@@ -1,7 +1,5 @@
 """Batches for a transformers model: text cut into sequences."""
 
-from __future__ import annotations
-
 import inspect
 from importlib import resources
 from typing import Any

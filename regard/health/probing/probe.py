@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,7 +72,9 @@ class Probe:
         def run() -> Tensor:
             return call.own(None) if call.weights is None else call.run()
 
-        return replace(call, compute=lambda _: transform(call, key, run))
+        probed = copy.copy(call)
+        probed.compute = lambda _: transform(call, key, run)
+        return probed
 
     def run(self, batch: TokenBatch, transform: Transform | None = None) -> Tensor:
         """Returns the model's main output; `transform(call, key, run)` returns the output of each call."""

@@ -30,15 +30,9 @@ class Trial:
     """A model in evaluation mode inside `probe.active()`, and the batches that the checks may run."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        batches: Sequence[Any],
-        layers: Layers,
-        heads: Heads,
-        causal: bool | None,
-        loss: Callable | None,
-        part: nn.Module | None = None,
-    ) -> None:
+        self, model: nn.Module, batches: Sequence[Any], layers: Layers, heads: Heads, causal: bool | None,
+        loss: Callable | None, part: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.layers, self.heads, self.loss = model, layers, heads, loss
         self.part = model if part is None else part  # whose modules the layers' names are of
         self.pad = pad_of(model)
@@ -212,9 +206,8 @@ class Trial:
 
     def layer_of(self, key: Key):
         """The layer of the report that a captured call belongs to, None if it has none."""
-        name, use = key
-        same = [layer for layer in self.layers if layer.name == name]
-        return next((layer for layer in same if layer.use == use or layer.together), None)
+        same = (layer for layer in self.layers if layer.name == key[0])
+        return next((layer for layer in same if layer.use == key[1] or layer.together), None)
 
     def find(self, kind: str, severity: str, keys: Sequence[Key], evidence: str, threshold: str, remedy: str) -> list:
         """[Finding] about every head of these calls' layers; of all layers if none of them is in the report."""

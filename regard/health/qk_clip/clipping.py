@@ -73,15 +73,9 @@ def check_arguments(model: Any, threshold: Any) -> None:
 
 
 def clip_observed(
-    model: nn.Module,
-    observer: MaxLogits,
-    threshold: float,
-    *,
-    group: Any = None,
-    names: tuple[str, str] | None = None,
-    masters: Masters | None = None,
-    log_only: bool = False,
-) -> Clipped:
+    model: nn.Module, observer: MaxLogits, threshold: float, *, group: Any = None, names: tuple[str, str] | None = None,
+    masters: Masters | None = None, log_only: bool = False,
+) -> Clipped:  # fmt: skip
     """Shrinks the weights of every head whose largest logit since the last call passed the threshold.
 
     masters: finds the float32 copy that an optimizer keeps of a parameter, to be shrunk with it.
@@ -106,7 +100,7 @@ def clip_observed(
         result._found[name] = largest, factors
     result.skipped |= observer.unseen
     observer.unseen.clear()
-    for name in (observer.regard_modules.keys() & modules.keys()) - result._found.keys():
+    for name in (modules.keys() & set(observer.regard_modules)) - result._found.keys():
         if (why := bounded_scores_reason(modules[name])) is not None:
             result.skipped[name] = why
     observer.version = weights_version(model)

@@ -37,11 +37,9 @@ class MaxLogits:
         self._ranks = RankReduction()
         self.version: int | None = None  # of the weights, at the end of the last `qk_clip`
         self._interceptions = ForwardInterceptions()
-        self.regard_modules = {
-            name: weakref.ref(module)
-            for name, module in as_written(model).named_modules()
-            if isinstance(module, MultiheadAttention)
-        }
+        named = as_written(model).named_modules()
+        own = {name: module for name, module in named if isinstance(module, MultiheadAttention)}
+        self.regard_modules = weakref.WeakValueDictionary(own)
         self._hooks = [
             model.register_forward_pre_hook(self._begin_forward, prepend=True),
             model.register_forward_hook(self._end_forward, always_call=True),
@@ -59,28 +57,25 @@ class MaxLogits:
         self._ask_modules(False)
 
     def _ask_modules(self, asked: bool) -> None:
-        for reference in self.regard_modules.values():
-            module = reference()
-            if module is not None:
-                module._is_clipped = asked
+        for module in self.regard_modules.values():
+            module._is_clipped = asked
 
     def start(self) -> None:
         """Makes `regard.nn` modules remember their next forwards, and forgets those before."""
         self._ask_modules(True)
-        for reference in self.regard_modules.values():
-            if (module := reference()) is not None:
-                module._last.clear()
+        for module in self.regard_modules.values():
+            module._last.clear()
 
     def read_modules(self) -> None:
         """Adds the training calls that `regard.nn` modules remember and that were not observed."""
         self._interceptions.close(succeeded=False)  # of a forward that Ctrl-C ended
         self._ask_modules(True)
         for name, module in self.regard_modules.items():
-            for thread in list(getattr(module(), "_last", ())):
+            for thread in list(module._last):
                 self._read_module(name, thread)
 
     def _read_module(self, name: str, thread: int) -> bool:
-        module = self.regard_modules[name]() if name in self.regard_modules else None
+        module = self.regard_modules.get(name)
         last = None if module is None else module._last.pop(thread, None)
         if last is None:
             return False
@@ -93,7 +88,7 @@ class MaxLogits:
         stepped = self.version is not None and self.version != weights_version(model)
         if self.largest or self.unseen or not (self.forwards or stepped):
             return None
-        modules = [module for known in self.regard_modules.values() if (module := known()) is not None]
+        modules = list(self.regard_modules.values())
         if modules and all(map(bounded_scores_reason, modules)):
             return None  # `skipped` says so
         seen = "training forwards of it, and no attention call in them"
@@ -214,16 +209,14 @@ class RankReduction:
 
 def observe(model: nn.Module) -> MaxLogits:
     """Returns the observer of a model; the first call registers its hooks."""
-    observer = OBSERVERS.get(model)
-    if observer is None:
-        observer = OBSERVERS[model] = MaxLogits(model)
-    return observer
+    if model not in OBSERVERS:
+        OBSERVERS[model] = MaxLogits(model)
+    return OBSERVERS[model]
 
 
 def stop(model: nn.Module) -> None:
     """Stops observing `model` for `qk_clip`; the model is as it was."""
-    observer = OBSERVERS.pop(model, None)
-    if observer is not None:
+    if (observer := OBSERVERS.pop(model, None)) is not None:
         observer.close()
 
 

@@ -53,16 +53,12 @@ class HeadReading:
     def to_json(self) -> dict:
         predicted = self.predicted_variance
         return dict(
-            layer=self.layer,
-            index=self.index,
-            head=self.head,
+            layer=self.layer, index=self.index, head=self.head,
             statistics={name: spread.to_json() for name, spread in self.statistics.items()},
-            predicted_logit_variance=predicted if math.isfinite(predicted) else None,
-            rows=self.rows,
-            judged=self.can_be_judged,
-            **({"ablation": self.ablation} if math.isfinite(self.ablation) else {}),
+            predicted_logit_variance=predicted if math.isfinite(predicted) else None, rows=self.rows,
+            judged=self.can_be_judged, **({"ablation": self.ablation} if math.isfinite(self.ablation) else {}),
             **(dict(gate=self.gate, gate_near_zero=self.gate_near_zero) if math.isfinite(self.gate) else {}),
-        )
+        )  # fmt: skip
 
 
 def heads_of(layers: Iterable[Layer]) -> list[HeadReading]:

@@ -200,13 +200,9 @@ def head_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def describe_measurement(
-    model: nn.Module,
-    parameters: int,
-    layers: Sequence[Layer],
-    batches: int,
-    seconds: float,
+    model: nn.Module, parameters: int, layers: Sequence[Layer], batches: int, seconds: float,
     using: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """How the numbers of a report were measured, as plain values."""
     measured = [layer for layer in layers if layer.reading is not None]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

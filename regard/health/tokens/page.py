@@ -17,15 +17,12 @@ def render(look: Look) -> str:
     if len(look.heads) > DRAWN:
         note = f'<p class="meaning">The {DRAWN} heads with the highest scores; choose others with layer= and head=.</p>'
     gaps = "".join(f"<p>Not read: {escape(layer)}: {escape(reason)}</p>" for layer, reason in look.unmeasured)
+    passage = " ".join(f'<span class="token">{escape(token)}</span>' for token in look.tokens[:ROWS])
     header = f"""<header><p class="brand">regard · what heads look at</p>
 <h1>{escape(look.title)}</h1>{gaps}
-<p class="passage">{_passage(look.tokens)}</p></header>"""
+<p class="passage">{passage}</p></header>"""
     body = [header, _kinds(look) if len(look.heads) > 1 else "", note, *map(_head, shown)]
     return make_document(title=f"{look.title}: what heads look at", body="\n".join(body))
-
-
-def _passage(tokens: list[str]) -> str:
-    return " ".join(f'<span class="token">{escape(token)}</span>' for token in tokens[:ROWS])
 
 
 def _kinds(look: Look) -> str:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 
@@ -80,9 +80,8 @@ class AlarmRules:
         self._head_counts: dict[tuple[str, str], int] = {}  # heads in the alarms so far, by kind and severity
         self.is_suspicious = False  # is a head over a limit that has not been reported?
 
-    def add(self, step: int, rows: Iterable[dict], flags: Flags) -> list[Alarm]:
+    def add(self, step: int, rows: Sequence[dict], flags: Flags) -> list[Alarm]:
         """Returns the new alarms after one more sample: a dict per head (see `head_rows`), and what findings say."""
-        rows = list(rows)
         for event in self._events(step, rows, flags):
             if event[:3] not in self._raised:
                 self._raised.add(event[:3])
@@ -99,7 +98,7 @@ class AlarmRules:
                 new.append(Alarm(step, kind, severity, tuple(place for _, _, place, *_ in events), _describe(events)))
         return new
 
-    def _events(self, step: int, rows: list[dict], flags: Flags) -> Iterator[Event]:
+    def _events(self, step: int, rows: Sequence[dict], flags: Flags) -> Iterator[Event]:
         for place in flags.get("not finite", {}):
             yield "not finite", "critical", place, 0.0, NOT_FINITE
         places = [(row["layer"], row["head"]) for row in rows]

@@ -92,7 +92,7 @@ class TimedRecorder(Recorder):
     def _observe(self, call: Call, name: str, run_model: Callable[[], Tensor]) -> Tensor:
         output = super().__call__(call, name, run_model)
         if self.layers[self.key].reason is None and call.obstacle is None:
-            small = self._cut(call)
+            small = call.first_sequences(self.sequences)
             add_norms(self._batch[self.key].reading.flat[None], small.q, small.k, small.v)
         return output
 
@@ -214,7 +214,7 @@ class MaxLogitRecorder(TimedRecorder):
         if call.obstacle is not None:
             layer.mark_unmeasured(call.obstacle)
             return output
-        small = self._cut(call)
+        small = call.first_sequences(self.sequences)
         q, k, v = (x.detach() for x in (small.q, small.k, small.v))
         layer.heads = q.shape[1]
         if q.numel() and k.numel():

@@ -1,7 +1,5 @@
 """Checks of `Monitor`'s arguments."""
 
-from __future__ import annotations
-
 import numbers
 from typing import Any
 

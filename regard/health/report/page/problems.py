@@ -34,10 +34,10 @@ def list_headlines(report: Report) -> str:
         kind = link(one.kind, one.kind[:1].upper() + one.kind[1:])
         where, meaning = escape(describe_where(report, one)), escape(FINDINGS.get(one.kind, ""))
         lines += f'<li class="{one.severity}"><b>{kind}</b> {where}. {meaning}</li>'
-    left = sum(finding.severity != "note" for finding in report.findings) - len(grave)
-    more = f"<li>and {count_noun(left, 'more finding')}, below</li>" if left else ""
     if not grave:
         return ""
+    left = sum(finding.severity != "note" for finding in report.findings) - len(grave)
+    more = f"<li>and {count_noun(left, 'more finding')}, below</li>" if left else ""
     step = link_words(grave[0].remedy.split(". ")[0].rstrip(".") + ".")  # the first sentence
     return f'<ul class="headlines">{lines}{more}</ul><p class="first-step"><b>Do first:</b> {step}</p>'
 

@@ -98,7 +98,7 @@ def examine(
             meta device, or the model is `nn.DataParallel` over several devices.
 
     A batch that fails, or Ctrl-C, ends the examination: if anything was measured, the report covers it and
-    `report.interrupted` gives the reason.
+    `report.interrupted` gives the reason; else the error is raised, with a note of the batch's number.
     """
     check_model(model)
     if isinstance(model, torch.jit.ScriptModule):
@@ -120,8 +120,11 @@ def examine(
         rounds = Rounds(recorder, group, snapshot, what)
     interception = Interception(model, observe=recorder)
     modules = interception.modules
-    parameters = {id(p): p for _, module in modules for p in module._parameters.values() if p is not None}.values()
-    if any(p.is_meta for p in parameters) and not (
+
+    def list_parameters() -> Iterable[nn.Parameter]:  # shared ones once
+        return {id(p): p for _, module in modules for p in module._parameters.values() if p is not None}.values()
+
+    if any(p.is_meta for p in list_parameters()) and not (
         any(hasattr(module, "_hf_hook") for _, module in modules)  # accelerate loads them in each forward
     ):
         raise ValueError("model has weights on the meta device, which have no values; load them first")
@@ -186,7 +189,7 @@ def examine(
         )
     with recorder.on_side_stream():
         columns.find_unused_heads(layers)
-        seconds, size = time.perf_counter() - started, sum(p.numel() for p in parameters)
+        seconds, size = time.perf_counter() - started, sum(p.numel() for p in list_parameters())
         how = describe_measurement(model, size, layers, done, seconds, describe_changes(model))
         report = _make_report(title or name_model(model), modules, layers, changes, how, failure)
     if failure is None and first is not None and (checks or tokenizer is not None):

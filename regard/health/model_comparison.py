@@ -73,6 +73,7 @@ class ModelComparison:
     tolerance: float
 
     def summary(self) -> list[str]:
+        """The comparison in a few lines."""
         lines = [f"The outputs differ by {self.output:.2g} of their size."]
         if self.first is None:
             return [*lines, f"No attention layer differs by more than {self.tolerance:g}.", self.meaning]
@@ -91,6 +92,7 @@ class ModelComparison:
         return dict(layers=layers, first=first, parts=self.parts, meaning=self.meaning, output=self.output)
 
     def show(self, file: TextIO | None = None) -> None:
+        """Print the summary and a row per layer."""
         file = sys.stdout if file is None else file
         for line in self.summary():
             print(printable(line), file=file)

@@ -149,26 +149,31 @@ class Monitor:
 
     @property
     def alarms(self) -> list[Alarm]:
+        """Every `Alarm` so far."""
         self._read_sample()
         return self._alarms
 
     @property
     def layers(self) -> dict[str, str]:
+        """Series name → module name."""
         self._read_sample()
         return self._layers
 
     @property
     def unmeasured(self) -> dict[str, str]:
+        """Module name → why it is not watched."""
         self._read_sample()
         return self._unmeasured
 
     @property
     def samples(self) -> int:
+        """How many steps were measured."""
         self._read_sample()
         return self._samples
 
     @property
     def spent(self) -> float:
+        """Seconds spent on measuring."""
         self._read_sample()
         return self._spent
 

@@ -6,8 +6,6 @@ A compiled `flex_attention` runs as it was written while calls are captured; on 
 compiled copy, because the plain function builds all scores.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

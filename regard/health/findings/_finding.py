@@ -73,6 +73,7 @@ class Finding:
         return [(index, head) for index, (_, head) in zip(self.indices, self.heads, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
+        """The finding as schema.json describes it."""
         lists = dict(heads=[list(head) for head in self.heads], measured=list(self.measured))
         return {**vars(self), **lists, "indices": list(self.indices)}
 

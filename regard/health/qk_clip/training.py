@@ -35,7 +35,8 @@ class QKClip:
 
     MuonClip's order: forward, backward, optimizer step (weight decay and all), then the clip, by the logits of the
     forwards of that step. They are measured while the model runs, in one fused pass over q and k per attention call;
-    no forward is added. `regard.qk_clip` says which weights take which part of the factor.
+    no forward is added. `regard.qk_clip` says which weights take which part of the factor. It warns once if the model
+    has no query and key layers that it finds.
 
     Args:
         model: the model in training; what `qk_clip` takes.

@@ -83,6 +83,7 @@ class Comparison:
         self.first_differences = {one.statistic: one for one in _first_differences(a, b, tolerance)}
 
     def summary(self) -> list[str]:
+        """The comparison in a few lines."""
         lines = [
             f"{letter}: {describe_name(name, report)}{describe_gaps(report)}"
             for letter, name, report in zip("AB", self.names, (self.a, self.b), strict=True)
@@ -124,6 +125,7 @@ class Comparison:
         return Table(["layer", "statistics that first differ here, and by how much"], rows, title)
 
     def show(self, file: TextIO | None = None, heads: int = 5) -> None:
+        """Print the summary and the tables."""
         file = sys.stdout if file is None else file
         for line in self.summary():
             print(printable(line), file=file)

@@ -1,7 +1,5 @@
 """The page of a `Look`: kinds of heads, and for each head its tokens, top keys, received mass and map; no script."""
 
-from __future__ import annotations
-
 from regard.health.report.page.document import escape, make_document
 from regard.health.tokens.view import HeadLook, Look, QueryTop, describe_kind
 

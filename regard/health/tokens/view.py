@@ -127,6 +127,7 @@ class Look:
 
     @property
     def top(self) -> list[QueryTop]:
+        """The one head's top keys of each chosen row."""
         return self.one.top
 
     @property
@@ -141,14 +142,17 @@ class Look:
 
     @property
     def kind(self) -> str:
+        """The kind of head that the one head seems to be."""
         return self.one.kind
 
     @property
     def score(self) -> float:
+        """The score of the one head's kind."""
         return self.one.score
 
     @property
     def scores(self) -> dict[str, float]:
+        """The one head's scores by kind."""
         return self.one.scores
 
     @property

@@ -64,6 +64,7 @@ class Alarm:
     text: str
 
     def to_json(self) -> dict:
+        """Returns the alarm as a line of the log holds it."""
         found = asdict(self)
         return {"step": found.pop("step"), "alarm": found.pop("kind"), **found}
 

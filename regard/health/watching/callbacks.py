@@ -1,7 +1,5 @@
 """Trainer callbacks of `Monitor` and `QKClip`, for transformers and Lightning."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page of a `Comparison`: what changed, tables, and a map of A, of B and of B − A for every statistic."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The numbers that page.js and compare.js draw: per head and statistic seven numbers and a coarse histogram."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The first part of a page: what is wrong, since which layer, what to do, what it would gain."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple

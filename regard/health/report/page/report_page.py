@@ -3,8 +3,6 @@
 Everything that comes from a model is escaped here, or set as text there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

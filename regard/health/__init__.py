@@ -11,15 +11,6 @@ from regard.health.using import using
 from regard.health.watching.alarms import Alarm
 
 __all__ = [
-    "Alarm",
-    "AttentionWarning",
-    "Comparison",
-    "Look",
-    "ModelComparison",
-    "Monitor",
-    "Report",
-    "compare",
-    "examine",
-    "look",
-    "using",
-]
+    "Alarm", "AttentionWarning", "Comparison", "Look", "ModelComparison", "Monitor", "Report", "compare", "examine",
+    "look", "using",
+]  # fmt: skip

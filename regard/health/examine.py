@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,22 +18,23 @@ from torch import Tensor, nn
 
 from regard.health import findings
 from regard.health.capture.call import forget_derived
-from regard.health.capture.interception import Interception, as_written, refuse_data_parallel
+from regard.health.capture.interception import Interception, as_written, check_model, describe_changes
 from regard.health.checks import KEPT, run_checks
-from regard.health.measurement.missed import find_missed, hint_at_missed
 from regard.health.measurement.norms import OutputColumns
 from regard.health.measurement.query_rows import is_inverted, is_two_sided, pad_of, padding_of
 from regard.health.measurement.recorder import Layer, Recorder, merge_uses
 from regard.health.readings.heads import heads_if, heads_of, keep_on_host, layers_without_rows, read_early
 from regard.health.readings.histogram import LAYOUT
 from regard.health.report.report import Report, WhatIfReading, describe_measurement
-from regard.health.tokens.text import first_text
-from regard.health.using import changes_of
+from regard.health.tokens.text import as_batch, first_text
 from regard.health.what_if import WhatIf, parse_all
 
 Modules = list[tuple[str, nn.Module]]
 LEAST_ABLATION, ABLATION = 2.0, 30.0  # seconds: by default at least, and with ablate=True
 POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # names of learned position tables
+# parts of the names of kernels that are not captured
+NOT_CAPTURED = ("flex_attention", "flash_attn", "memory_efficient_attention", "varlen_attn", "sageattn")
+NAMED_ATTENTION = re.compile(r"(Attention|Attn)(Block|Layer|Module|\d[dD])?$")  # names of classes
 
 
 def examine(
@@ -94,21 +98,15 @@ def examine(
             meta device, or the model is `nn.DataParallel` over several devices.
 
     A batch that fails, or Ctrl-C, ends the examination: if anything was measured, the report covers it and
-    `report.interrupted` gives the reason.
+    `report.interrupted` gives the reason; else the error is raised, with a note of the batch's number.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is TorchScript, whose calls cannot be captured; pass the module it was made from")
-    changes = parse_all(what_if)
+    changes = parse_all(what_if) if what_if != () else []
     if ablate is not None and not isinstance(ablate, bool) and not 0.0 <= ablate < float("inf"):
         raise ValueError(f"ablate must be True, False or seconds from 0 on, got {ablate!r}")
-    if isinstance(batches, (str, bytes)):
-        raise TypeError("batches must be the model's inputs, got text; tokenize it, or run `regard examine`")
-    batches = [batches] if isinstance(batches, (Tensor, Mapping)) or callable(batches) else batches
-    if not isinstance(batches, Iterable):
-        raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
-    refuse_data_parallel(model)
+    batches = as_batches(batches)
     if isinstance(progress, bool):
         batches, progress = count_batches(batches) if progress else batches, None
     model = as_written(model)
@@ -117,12 +115,16 @@ def examine(
     if group is not None or snapshot is not None:
         from regard.health.distributed.rounds import Rounds, checksum_weights
 
-        what = dict(model=_title(model), what_if=[change.name for change in changes], weights=checksum_weights(model))
+        what = dict(model=name_model(model), what_if=[one.name for one in changes], weights=checksum_weights(model))
         what["bins"] = repr(LAYOUT)
         rounds = Rounds(recorder, group, snapshot, what)
     interception = Interception(model, observe=recorder)
     modules = interception.modules
-    if any(p.is_meta for _, module in modules for p in module._parameters.values() if p is not None) and not (
+
+    def list_parameters() -> Iterable[nn.Parameter]:  # shared ones once
+        return {id(p): p for _, module in modules for p in module._parameters.values() if p is not None}.values()
+
+    if any(p.is_meta for p in list_parameters()) and not (
         any(hasattr(module, "_hf_hook") for _, module in modules)  # accelerate loads them in each forward
     ):
         raise ValueError("model has weights on the meta device, which have no values; load them first")
@@ -132,12 +134,12 @@ def examine(
             recorder.begin()
 
     hook = model.register_forward_pre_hook(begin, prepend=True)
-    started, done, parameters, failure, first = time.perf_counter(), 0, 0, None, None
+    started, done, failure, first = time.perf_counter(), 0, None, None
     two_sided = is_two_sided(model, (name for name, _ in modules))
     pad, room = pad_of(model), max_positions(model, modules)
     columns, kept = OutputColumns(dict(modules)), []  # type: ignore[var-annotated]
     try:
-        with _evaluation_mode(model, modules), interception, torch.no_grad(), interception.torch_calls():
+        with evaluation_mode(modules), interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
                 first = first_text(batch) if done == 0 else first
                 if rounds is not None:
@@ -146,16 +148,15 @@ def examine(
                     recorder.rows.padding = padding_of(batch, two_sided)
                     recorder.rows.inverted = bool(recorder.rows.padding) and is_inverted(batch, pad)
                     recorder.begin()  # a function may run only a part of the model, without this hook
-                    _run(model, batch, done, room)
-                    parameters = parameters or _count_parameters(modules)  # while a GPU is busy
+                    run_batch(model, batch, done, room)
                     with recorder.on_side_stream():
                         columns.compute(recorder.layers.values())
                     if rounds is None:
                         read_early(recorder)
                     while recorder.finish_batch():
                         recorder.begin()
-                        _run(model, batch, done, room)
-                if checks and len(kept) < KEPT and (isinstance(batch, (Tensor, Mapping)) or not callable(batch)):
+                        run_batch(model, batch, done, room)
+                if checks and len(kept) < KEPT and not is_function(batch):
                     kept.append(batch)
                 done += 1
                 if rounds is not None:
@@ -165,7 +166,7 @@ def examine(
             if rounds is not None:
                 rounds.end(done)
     except (Exception, KeyboardInterrupt) as error:
-        failure = error
+        failure = _name_batch(error, done) if rounds is None else error
         recorder.finish_batch()
         if rounds is not None:
             failure, done = rounds.fail(done, error)
@@ -184,13 +185,13 @@ def examine(
         raise ValueError(
             f"no attention was found in {type(model).__name__}: it did not call scaled_dot_product_attention, "
             "torch.nn.MultiheadAttention, regard.attention or a known kernel, nor compute softmax(q kᵀ)·v (if you ran "
-            f"what torch.compile returned, examine that){hint_at_missed(modules)}"
+            f"what torch.compile returned, examine that){_hint_at_missed(modules)}"
         )
     with recorder.on_side_stream():
         columns.find_unused_heads(layers)
-        seconds = time.perf_counter() - started
-        how = describe_measurement(model, parameters, layers, done, seconds, changes_of(model))
-        report = _make_report(title or _title(model), modules, layers, changes, how, failure)
+        seconds, size = time.perf_counter() - started, sum(p.numel() for p in list_parameters())
+        how = describe_measurement(model, size, layers, done, seconds, describe_changes(model))
+        report = _make_report(title or name_model(model), modules, layers, changes, how, failure)
     if failure is None and first is not None and (checks or tokenizer is not None):
         from regard.health.look import sample_tokens  # imports this module
 
@@ -198,7 +199,7 @@ def examine(
     if not checks or failure is not None or rounds is not None or not report.heads:
         return report
     budget = max(LEAST_ABLATION, seconds) if ablate is None else ABLATION if ablate is True else float(ablate)
-    with _evaluation_mode(model, modules), torch.no_grad():
+    with evaluation_mode(modules), torch.no_grad():
         outcome, found = run_checks(
             model, kept, layers, report.heads, report.findings, changes, causal=causal, loss=loss,
             ablation_seconds=budget, predictor=predictor,
@@ -206,8 +207,33 @@ def examine(
     return report.with_checks(outcome, found)
 
 
+def _name_batch(error: BaseException, number: int) -> BaseException:
+    """Returns the error that ended a batch, with a note of its number; before Python 3.11 the note is its cause."""
+    note = f"regard.examine: raised in batch {number}, counted from 0"
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.__cause__ is None:
+        error.__cause__ = RuntimeError(note)
+    return error
+
+
+def is_function(batch: Any) -> bool:
+    """True for a batch that is called with the model."""
+    return callable(batch) and not isinstance(batch, (Tensor, Mapping))
+
+
+def as_batches(batches: Any) -> Iterable[Any]:
+    """Returns an iterable of batches, where one batch alone may be given; raises TypeError for anything else."""
+    if isinstance(batches, (str, bytes)):
+        raise TypeError("batches must be the model's inputs, got text; tokenize it, or run `regard examine`")
+    batches = [batches] if isinstance(batches, (Tensor, Mapping)) or callable(batches) else batches
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
+    return batches
+
+
 @contextlib.contextmanager
-def _evaluation_mode(model: nn.Module, modules: Modules) -> Iterator[None]:
+def evaluation_mode(modules: Modules) -> Iterator[None]:
     """Evaluation mode inside the block."""
     training = [module for _, module in modules if module.training]
     try:
@@ -238,36 +264,24 @@ def max_positions(model: nn.Module, modules: Modules | None = None) -> int:
     return min(tables, default=2**31)
 
 
-def _run(model: nn.Module, batch: Any, number: int, room: int) -> None:
-    if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
+def run_batch(model: nn.Module, batch: Any, number: int, room: int) -> None:
+    """Runs the model on a batch, on the model's device; `room` is the number of positions that it has."""
+    if is_function(batch):
         batch(model)
         return
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-
-    def move(x: Any) -> Any:
-        return x.to(device) if isinstance(x, Tensor) else x
-
-    if isinstance(batch, Mapping):
-        ids = batch.get("input_ids")
-        if isinstance(ids, Tensor) and ids.shape[-1] > room:
-            raise ValueError(
-                f"batch {number}: input_ids has {ids.shape[-1]} tokens, but the model has {room} positions; shorten it"
-            )
-        model(**{key: move(value) for key, value in batch.items()})
-    elif isinstance(batch, (tuple, list)):
-        model(*map(move, batch))
-    else:
-        model(move(batch))
+    given = as_batch(batch, next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu")))
+    ids = given.named.get("input_ids")
+    if isinstance(ids, Tensor) and ids.shape[-1] > room:
+        raise ValueError(
+            f"batch {number}: input_ids has {ids.shape[-1]} tokens, but the model has {room} positions; shorten it"
+        )
+    model(*given.args, **given.named)
 
 
 def _make_report(
-    title: str,
-    modules: Modules,
-    layers: list[Layer],
-    changes: list[WhatIf],
-    how: dict[str, Any],
+    title: str, modules: Modules, layers: list[Layer], changes: list[WhatIf], how: dict[str, Any],
     failure: BaseException | None,
-) -> Report:
+) -> Report:  # fmt: skip
     heads = heads_of(layers)
     keep_on_host(layers, heads)
     what_if = {}
@@ -286,13 +300,40 @@ def _make_report(
     return Report(title, heads, findings.find_all(heads, layers), unmeasured, what_if, how, interrupted)
 
 
-def _count_parameters(modules: Modules) -> int:
-    """The number of parameters, shared ones counted once."""
-    parameters = (p for _, module in modules for p in module._parameters.values() if p is not None)
-    return sum({id(p): p.numel() for p in parameters}.values())
+def find_missed(modules: Modules, layers: Sequence[Layer]) -> dict[str, str]:
+    """Modules that look like attention but in which no call was captured, with the reason."""
+    captured = {layer.name for layer in layers}
+    kinds = {name: type(module) for name, module in modules}
+    suspected = {name: why for name, kind in kinds.items() if (why := _why_attention(kind))}  # type: ignore[arg-type]
+
+    def is_related(name: str) -> bool:
+        return any(other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in captured)
+
+    missed = [name for name in suspected if name and not is_related(name)]
+    return {name: suspected[name] for name in missed if not any(other.startswith(f"{name}.") for other in missed)}
 
 
-def _title(model: nn.Module) -> str:
+@lru_cache(maxsize=256)
+def _why_attention(kind: type[nn.Module]) -> str | None:
+    """Why a class should have called attention: its name, or a kernel in its code that is not captured."""
+    methods = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
+    names = {name for method in methods for name in method.__code__.co_names if "." not in name}  # not imports
+    kernel = next((name for name in sorted(names) if any(part in name for part in NOT_CAPTURED)), None)
+    if kernel is not None:
+        return f"no attention call was seen in it; its code has {kernel}, which is not captured"
+    return "no attention call was seen in it" if NAMED_ATTENTION.search(kind.__name__) else None
+
+
+def _hint_at_missed(modules: Modules) -> str:
+    """The first missed module and the kernel in its code, for an error message."""
+    for name, reason in find_missed(modules, []).items():
+        kernel = reason.partition("its code has ")[2]
+        return f"; {name!r} has {kernel}" if kernel else f"; {name!r} is named attention, but computes it by hand"
+    return ""
+
+
+def name_model(model: nn.Module) -> str:
+    """The model's name in a report: that of its configuration, or its class."""
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
     return name.rstrip("/").rsplit("/", 1)[-1] or type(model).__name__
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import forget_derived
-from regard.health.capture.interception import Interception, as_written, refuse_data_parallel
-from regard.health.examine import _evaluation_mode, _run, _title, max_positions
+from regard.health.capture.interception import Interception, as_written, check_model
+from regard.health.examine import evaluation_mode, is_function, max_positions, name_model, run_batch
 from regard.health.measurement.query_rows import is_two_sided, padding_of
 from regard.health.tokens.reader import TokenReader
 from regard.health.tokens.text import cut, is_plain, list_special, name_tokens, read_sides, repeat_tokens
@@ -67,13 +67,11 @@ def look(
         ValueError: There is no such layer, head, row or sequence, the layer could not be read, or text comes without a
             tokenizer.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, (int, str))):
         raise TypeError(f"layer must be an index or a module's name, got {type(layer).__name__}")
     head = None if head is None else _check_number("head", head, 0)
     top, sequence = _check_number("top", top, 1), _check_number("sequence", sequence, 0)
-    refuse_data_parallel(model)
     model = as_written(model)
     room = max_positions(model)
     batch = _as_batch(model, batch, tokenizer)
@@ -86,15 +84,11 @@ def look(
         raise ValueError("sequence: only a batch of token ids can be cut; pass the one sequence itself")
     options: dict[str, Any] = dict(layer=layer, head=head)
     reader = TokenReader(
-        read_sides(batch, tokenizer),
-        list_special(tokenizer),
-        rows=lambda queries: choose_rows(rows, queries),
-        top=top,
-        padding=padding_of(batch, is_two_sided(model, (name for name, _ in model.named_modules()))),
-        **options,
-    )
+        read_sides(batch, tokenizer), list_special(tokenizer), rows=lambda queries: choose_rows(rows, queries), top=top,
+        padding=padding_of(batch, is_two_sided(model, (name for name, _ in model.named_modules()))), **options,
+    )  # fmt: skip
     run_observed(model, batch, reader, room)
-    found = Look.of_layers(_title(model), list(reader.layers.values()), layer, head)
+    found = Look.of_layers(name_model(model), list(reader.layers.values()), layer, head)
     repeated = run_repeated(model, batch, room, tokenizer, options)
     return found.with_induction(repeated) if repeated is not None else found
 
@@ -121,8 +115,8 @@ def run_observed(model: nn.Module, batch: Any, reader: TokenReader, room: int) -
     """Runs one batch with `reader` as the observer of its attention calls."""
     interception = Interception(model, observe=reader)
     try:
-        with _evaluation_mode(model, interception.modules), interception, torch.no_grad(), interception.torch_calls():
-            _run(model, batch, 0, room)
+        with evaluation_mode(interception.modules), interception, torch.no_grad(), interception.torch_calls():
+            run_batch(model, batch, 0, room)
     finally:
         forget_derived()
 
@@ -161,7 +155,7 @@ def _as_batch(model: nn.Module, batch: Any, tokenizer: Any) -> Any:
             return make_text_batches(model, tokenizer, batch, None, 1, 1)[0]
         except InputError as error:
             raise ValueError(f"batch: {error}") from None
-    if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
+    if is_function(batch):
         raise TypeError("batch must be the model's inputs, got a function")
     if isinstance(batch, Tensor) and batch.ndim == 1 and not batch.is_floating_point():
         return batch[None]
@@ -200,13 +194,9 @@ def _head_json(head: HeadLook, text: list[str], rows: int) -> dict[str, Any]:
     tops = [[key for key in row.keys if key.weight >= LEAST_WEIGHT] for row in head.top[:rows]]
     other = {} if head.key_tokens == text == head.tokens else dict(text=head.key_tokens, queries=head.tokens)
     return dict(
-        index=head.index,
-        head=head.head,
-        kind=head.kind,
-        score=round(head.score, 3),
+        index=head.index, head=head.head, kind=head.kind, score=round(head.score, 3),
         scores={kind: round(score, 3) for kind, score in head.scores.items()},
         keys=[[key.index for key in top] for top in tops],
         weights=[[round(key.weight, 2) for key in top] for top in tops],
-        received=[round(x / total, 3) for x in head.received.tolist()],
-        **other,
-    )
+        received=[round(x / total, 3) for x in head.received.tolist()], **other,
+    )  # fmt: skip

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
 
-from regard.health.capture.interception import as_written, refuse_data_parallel
+from regard.health.capture.interception import as_written, check_model
+from regard.health.examine import as_batches, evaluation_mode, is_function
 from regard.health.probing.probe import CapturedCall, Key, Probe, relative_change
 from regard.health.report.terminal import printable
 from regard.health.tokens.text import as_batch
@@ -42,9 +43,14 @@ class LayerDifference:
     scores: float  # of the logits, on keys that both see; inf where the visible keys differ
     output: float
 
+    @property
+    def numbers(self) -> list[float]:
+        """The differences in the order of `PARTS`."""
+        return [getattr(self, part) for part in PARTS]
+
     def parts(self, tolerance: float) -> list[str]:
         """The names of the tensors that differ."""
-        return [part for part in PARTS if not getattr(self, part) <= tolerance]
+        return [part for part, number in zip(PARTS, self.numbers, strict=True) if not number <= tolerance]
 
 
 @dataclass(frozen=True)
@@ -90,10 +96,7 @@ class ModelComparison:
         file = sys.stdout if file is None else file
         for line in self.summary():
             print(printable(line), file=file)
-        rows = [
-            [str(one.index), printable(one.layer), *(f"{getattr(one, part):.2g}" for part in PARTS)]
-            for one in self.layers
-        ]
+        rows = [[str(one.index), printable(one.layer), *(f"{x:.2g}" for x in one.numbers)] for one in self.layers]
         Table(["", "layer", *PARTS], rows, "relative differences").show(file)
 
     def __str__(self) -> str:
@@ -107,13 +110,12 @@ def compare_models(
     for name, one in (("a", model), ("b", reference)):
         if not isinstance(one, nn.Module):
             raise TypeError(f"{name} must be a torch.nn.Module as the other is, got {type(one).__name__}")
-        refuse_data_parallel(one)
+        check_model(one)
     if batches is None:
         raise ValueError("batches is missing; two models are compared on batches: compare(model, reference, batches)")
-    batches = [batches] if isinstance(batches, (Tensor, Mapping)) else batches
-    if not isinstance(batches, Iterable):
+    if is_function(batches):
         raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
-    chosen = [batch for _, batch in zip(range(BATCHES), batches, strict=False)]
+    chosen = list(itertools.islice(as_batches(batches), BATCHES))
     if not chosen:
         raise ValueError("batches is empty; there is nothing to compare")
     pairs = [(_run(model, batch), _run(reference, batch)) for batch in chosen]
@@ -121,14 +123,13 @@ def compare_models(
     layers = [compare_calls(list(a[1].values()), list(b[1].values())) for a, b in pairs]
     if not layers[0]:
         raise ValueError("no attention call was captured in both models; regard.examine says why")
-    merged = [
-        max(same, key=lambda one: max(one.q, one.k, one.v, one.scores, one.output))
-        for same in zip(*layers, strict=False)
-    ]
+    merged = [max(same, key=lambda one: max(one.numbers)) for same in zip(*layers, strict=False)]
     at = next((at for at, one in enumerate(merged) if one.parts(tolerance)), None)
     counts = len(pairs[0][0][1]), len(pairs[0][1][1])
     if at is None:
-        meaning = _explain_agreement(max(outputs) > tolerance, counts)
+        meaning = AFTER_ALL if max(outputs) > tolerance else "Both models compute the same."
+        if counts[0] != counts[1]:
+            meaning = f"The models have {counts[0]} and {counts[1]} attention layers; the common ones agree."
         return ModelComparison(merged, None, [], meaning, max(outputs), tolerance)
     worst = max(range(len(layers)), key=lambda one: layers[one][at].output if at < len(layers[one]) else 0.0)
     a, b = (list(side[1].values()) for side in pairs[worst])
@@ -140,27 +141,18 @@ def _run(model: nn.Module, batch: Any) -> tuple[Tensor, dict[Key, CapturedCall]]
     """The main output and the captured calls of one forward in evaluation mode."""
     model = as_written(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    training = [module for module in model.modules() if module.training]
     probe = Probe(model)
-    try:
-        for module in training:
-            module.training = False
-        with torch.no_grad(), probe.active():
-            return probe.capture(as_batch(batch, device))
-    finally:
-        for module in training:
-            module.training = True
+    with evaluation_mode(probe.modules), torch.no_grad(), probe.active():
+        return probe.capture(as_batch(batch, device))
 
 
 def compare_calls(a: Sequence[CapturedCall], b: Sequence[CapturedCall]) -> list[LayerDifference]:
     """The differences of the calls of two forwards, paired in order of execution."""
     found = []
     for index, (one, other) in enumerate(zip(a, b, strict=False)):
-        tensors = [_difference(getattr(one, part), getattr(other, part)) for part in ("q", "k", "v")]
-        output = _difference(one.output, other.output)
+        tensors = {part: _difference(getattr(one, part), getattr(other, part)) for part in ("q", "k", "v", "output")}
         scores = _score_difference(one, other) if one.q.shape == other.q.shape else float("inf")
-        q, k, v = tensors
-        found.append(LayerDifference(index, one.key[0], other.key[0], q, k, v, scores, output))
+        found.append(LayerDifference(index, one.key[0], other.key[0], scores=scores, **tensors))
     return found
 
 
@@ -179,14 +171,6 @@ def _score_difference(one: CapturedCall, other: CapturedCall) -> float:
     if a.shape != b.shape or not torch.equal(seen[0], seen[1]):
         return float("inf")
     return relative_change(b.masked_fill(~seen[0], 0.0), a.masked_fill(~seen[0], 0.0))
-
-
-def _explain_agreement(outputs_differ: bool, counts: tuple[int, int]) -> str:
-    if counts[0] != counts[1]:
-        return f"The models have {counts[0]} and {counts[1]} attention layers; the common ones agree."
-    if outputs_differ:
-        return AFTER_ALL
-    return "Both models compute the same."
 
 
 def scores_of(one: CapturedCall) -> Tensor:

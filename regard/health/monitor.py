@@ -8,30 +8,21 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from regard.health.capture.interception import ForwardInterceptions, as_written
+from regard.health.capture.interception import as_written
 from regard.health.measurement.recorder import Layer, merge_uses
 from regard.health.readings.heads import SEES_NOTHING
 from regard.health.watching.alarms import Alarm, AlarmRules
-from regard.health.watching.hooks import Hook, runs_compiled
+from regard.health.watching.hooks import ForwardInterceptions, Hook, runs_compiled
 from regard.health.watching.ranks import Ranks
-from regard.health.watching.sample import (
-    AT,
-    LayerKey,
-    empty_table,
-    flags_of,
-    head_rows,
-    scalars_of,
-    series_names,
-)
+from regard.health.watching.sample import AT, LayerKey, empty_table, flags_of, head_rows, scalars_of, series_names
 from regard.health.watching.schedule import Schedule
 from regard.health.watching.timed_recorder import MaxLogitRecorder, TimedRecorder
-from regard.health.watching.validation import check_model, check_options
+from regard.health.watching.validation import check_arguments
 from regard.health.watching.writers import Several, Writer, make_writer
 
 MISSED = 3  # consecutive steps without a forward before a warning
@@ -42,15 +33,6 @@ IN_TROUBLE = 8  # heads whose own numbers are logged because a finding has them
 
 class AttentionWarning(UserWarning):
     """Warns that a head is unhealthy or about to be, or that something is not watched."""
-
-
-@dataclass
-class Sample:
-    """A step that is measured: its number, what records its calls, and the seconds that opening and closing it took."""
-
-    step: int
-    recorder: TimedRecorder
-    seconds: float
 
 
 class Monitor:
@@ -118,8 +100,7 @@ class Monitor:
         tensor_group: Any = None,
         pipeline_group: Any = None,
     ) -> None:
-        check_model(model)
-        check_options(every, budget, sequences, metrics, on_alarm)
+        check_arguments(model, every, budget, sequences, metrics, on_alarm)
         self.model, self.every, self.budget, self.sequences = model, every, budget, sequences
         self.heads, self.metrics, self.on_alarm = heads, metrics, on_alarm
         self.step = 0
@@ -140,8 +121,8 @@ class Monitor:
         self._sampled_step: int | None = None
         self._first_step_within_budget = 1  # the same on every rank
         self._pending: tuple[int, dict[LayerKey, Tensor]] | None = None  # a sample that waits for `end_step`
-        self._running: Sample | None = None  # whose forward runs
-        self._finished: Sample | None = None  # whose forward is over, and whose numbers were not read
+        self._running: TimedRecorder | None = None  # of the sample whose forward runs
+        self._finished: TimedRecorder | None = None  # of the one whose forward is over, and whose numbers were not read
         self._interceptions = ForwardInterceptions()
         self._warned: set[str] = set()
         self._hooks: list[RemovableHandle] = []
@@ -252,7 +233,10 @@ class Monitor:
             return
         self._sampled_step = step
         self._schedule.take(step)
-        if not self._is_within_budget(step, now - self._started):
+        within = self._spent <= self.budget * max(now - self._started, LEAST_SECONDS)
+        if self._ranks.is_distributed():  # a function of the step, so that all ranks take the same samples
+            within = step >= self._first_step_within_budget
+        if not within:
             self._skip()
             return
         if runs_compiled():
@@ -261,15 +245,9 @@ class Monitor:
             )
             return
         make = TimedRecorder if self.metrics is None else MaxLogitRecorder
-        recorder = make(sequences=self.sequences)
+        self._running = recorder = make(sequences=self.sequences)
         self._interceptions.open(module, recorder)
-        self._running = Sample(step, recorder, time.perf_counter() - now)
-
-    def _is_within_budget(self, step: int, elapsed: float) -> bool:
-        """True if a sample may be taken; over ranks a function of the step, so that all take the same ones."""
-        if self._ranks.is_distributed():
-            return step >= self._first_step_within_budget
-        return self._spent <= self.budget * max(elapsed, LEAST_SECONDS)
+        recorder.step, recorder.seconds = step, time.perf_counter() - now
 
     def _skip(self) -> None:
         self.left_out += 1
@@ -290,15 +268,15 @@ class Monitor:
     def _after(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         if module is not self.model:
             return
-        finished, sample, self._running = time.perf_counter(), self._running, None
+        finished, recorder, self._running = time.perf_counter(), self._running, None
         has_raised = output is None and sys.exc_info()[1] is not None
         self._interceptions.close(succeeded=not has_raised)
-        if sample is None or has_raised:
+        if recorder is None or has_raised:
             return
-        sample.seconds += time.perf_counter() - finished
-        sample.recorder.end_forward()
-        self._finished = sample
-        if self._ranks.is_distributed() or not sample.recorder.is_on_gpu:
+        recorder.seconds += time.perf_counter() - finished
+        recorder.end_forward()
+        self._finished = recorder
+        if self._ranks.is_distributed() or not recorder.is_on_gpu:
             self._read_sample()
 
     def _read_sample(self) -> None:
@@ -309,18 +287,18 @@ class Monitor:
         """
         if self._finished is None:
             return
-        sample, self._finished = self._finished, None
+        recorder, self._finished = self._finished, None
         began = time.perf_counter()
-        sample.recorder.finish_batch()
-        tables = self._make_tables(sample.recorder)
+        recorder.finish_batch()
+        tables = self._make_tables(recorder)
         try:
             if self._ranks.pipeline_group is None:
-                self._finish(sample.step, tables)
+                self._finish(recorder.step, tables)
             else:
-                self._pending = sample.step, tables
+                self._pending = recorder.step, tables
         finally:  # `on_alarm` may raise
             if self._samples:  # the first one compiles kernels, which does not count
-                self._spent += sample.recorder.count_seconds() + time.perf_counter() - began + sample.seconds
+                self._spent += recorder.count_seconds() + time.perf_counter() - began
             self._samples += 1
 
     def _make_tables(self, recorder: TimedRecorder) -> dict[LayerKey, Tensor]:
@@ -376,7 +354,10 @@ class Monitor:
             serious = sum(alarm.severity != "note" for alarm in self._alarms)
             self._log(step, scalars | {"attention/alarms": serious}, self._select(rows, flags), new)
             for alarm in new:
-                self._raise(alarm)
+                if self.on_alarm is not None:
+                    self.on_alarm(alarm)
+                if alarm.severity != "note":
+                    warnings.warn(f"step {alarm.step}: {alarm.text}", AttentionWarning, stacklevel=2)
 
     def _select(self, rows: list[dict], flags: dict[str, dict]) -> list[dict]:
         """Returns the heads whose own numbers are logged: all on request, else some of those in trouble."""
@@ -384,12 +365,6 @@ class Monitor:
             return rows
         places = {place for kind, found in flags.items() if kind not in ("positional", "diffuse") for place in found}
         return [row for row in rows if (row["layer"], row["head"]) in places][:IN_TROUBLE]
-
-    def _raise(self, alarm: Alarm) -> None:
-        if self.on_alarm is not None:
-            self.on_alarm(alarm)
-        if alarm.severity != "note":
-            warnings.warn(f"step {alarm.step}: {alarm.text}", AttentionWarning, stacklevel=2)
 
     def _log(self, step: int, scalars: dict[str, float], rows: list[dict], alarms: list[Alarm]) -> None:
         try:

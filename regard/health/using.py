@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from regard import normalizers
 from regard.health.capture.call import Call
-from regard.health.capture.interception import ACTIVE, Interception, refuse_data_parallel, running_frame
-from regard.health.what_if import WhatIf, with_qk_norm
+from regard.health.capture.interception import Interception, check_model, running_frame
+from regard.health.what_if import WhatIf
 from regard.nn.validation import check_gates
 from regard.scores import resolve_scale
 from regard.temperature import unsized
@@ -98,9 +98,7 @@ class using:
         gate: str | None = None,
         context_parallel: Any = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        refuse_data_parallel(model)
+        check_model(model)
         if isinstance(temperature, str):
             temperature = unsized(temperature)
         for name, value in (("temperature", temperature), ("softcap", softcap)):
@@ -122,7 +120,7 @@ class using:
             choice.check_spec("regard.using")
             self.changes["normalizer"] = choice.spec
         resolve_scale(scale, 1)
-        self._change = WhatIf("using", self.changes, with_qk_norm if qk_norm else None)
+        self._change = WhatIf("using", self.changes, qk_norm)
         self.calls = 0  # intercepted attention calls
         self._shards = None
         if context_parallel is not None:
@@ -130,16 +128,15 @@ class using:
 
             self._shards = ModelShards(model, context_parallel)
         self._interception: Interception | None = Interception(model, swap=self._swap, in_every_forward=True)
+        self._interception.describe = self.describe
         self._interception.start()
         self._mark = model.register_forward_pre_hook(CopyWarning())
 
     def describe(self) -> dict[str, Any]:
         """The options as a report records them: numbers and text."""
-        plain = {
-            name: value if isinstance(value, (int, float, str)) else repr(value) for name, value in self.changes.items()
-        }
-        gate = {} if self._gate is None else {"gate": self._gate}
-        return {**plain, **({"qk_norm": True} if self._change.change_call else {}), **gate}
+        more = {"qk_norm": self._change.qk_norm or None, "gate": self._gate}
+        given = {**self.changes, **{name: value for name, value in more.items() if value is not None}}
+        return {name: x if isinstance(x, (int, float, str)) else repr(x) for name, x in given.items()}
 
     def restore(self) -> None:
         """Restores the model's own attention; a second call does nothing."""
@@ -199,9 +196,3 @@ class using:
             with torch.inference_mode(False):
                 self.gates[key] = nn.Linear(x.shape[-1], heads * width, False, device=x.device, dtype=like.dtype)
         return self.gates[key](x).unflatten(-1, (heads, width)).transpose(1, 2)
-
-
-def changes_of(model: nn.Module) -> list[dict[str, Any]]:
-    """The options of every active `using` that covers `model`, as plain values, the first applied first."""
-    owners = [getattr(one.swap, "__self__", None) for one in ACTIVE if id(model) in one.names]
-    return [owner.describe() for owner in owners if isinstance(owner, using)]

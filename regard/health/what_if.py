@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from regard import normalizers
 from regard._core.rows.qk_norm import qk_norm
@@ -23,22 +24,21 @@ FORMS = ("temperature=2", "scale=inverse", "qk_norm", "softcap=50", "normalizer=
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change of a call: options of `regard.attention` and, for qk_norm, of q and k."""
+    """A change of a call: options of `regard.attention`, and q and k over their root mean square if `qk_norm`."""
 
     name: str
     options: dict = field(default_factory=dict)
-    change_call: Callable[[Call], Call] | None = None
+    qk_norm: bool = False
 
     def __call__(self, call: Call) -> Call:
         changes = dict(self.options)
-        if self.change_call:
-            changes.setdefault("scale", None)  # normalised q and k take 1/√d, whatever the model's scale
         if "normalizer" in changes and call.options.get("sink") is not None:
-            choice = normalizers.get(changes["normalizer"])
-            if not choice.softmax_family:
+            if not normalizers.get(changes["normalizer"]).softmax_family:
                 changes["sink"] = None  # a learned sink needs an exponential denominator
-        changed = call.with_options(**changes)
-        return self.change_call(changed) if self.change_call else changed
+        if not self.qk_norm:
+            return call.with_options(**changes)
+        q, k = qk_norm(call.q, call.k)
+        return replace(call, q=q, k=k).with_options(**{"scale": None, **changes})  # 1/√d, whatever the model's scale
 
 
 def parse_all(wanted: str | Iterable[str]) -> list[WhatIf]:
@@ -53,37 +53,30 @@ def parse(text: str) -> WhatIf:
     """The change that `name=value`, a bare name, or several of these joined by + describe."""
     if not isinstance(text, str):
         raise TypeError(f"what_if must hold strings such as {FORMS[0]!r}, got {type(text).__name__}")
-    parts = [
-        _parse_part(part.strip(), text) for part in re.split(r"(?<!\d[eE])\+(?![^(]*\))", text)
-    ]  # not 1e+3, not (+1)
     options: dict = {}
-    change_call = None
-    for part in parts:
-        twice = (
-            "qk_norm"
-            if change_call and part.change_call
-            else next((key for key in part.options if key in options), None)
-        )
-        if twice:
-            why = ", because ssmax is one" if twice == "temperature" and "ssmax" in text else ""
-            raise ValueError(f"what_if: {text!r} sets {twice} twice{why}; use separate what-ifs")
-        options.update(part.options)
-        change_call = change_call or part.change_call
-    return WhatIf(text, options, change_call)
+    for part in re.split(r"(?<!\d[eE])\+(?![^(]*\))", text):  # not 1e+3, not (+1)
+        name, value = _parse_part(part, text)
+        if name in options:
+            why = ", because ssmax is one" if name == "temperature" and "ssmax" in text else ""
+            raise ValueError(f"what_if: {text!r} sets {name} twice{why}; use separate what-ifs")
+        options[name] = value
+    has_norm = options.pop("qk_norm", False)
+    return WhatIf(text, options, has_norm)
 
 
-def _parse_part(part: str, text: str) -> WhatIf:
+def _parse_part(part: str, text: str) -> tuple[str, Any]:
+    """The option that one part sets, and its value."""
     key, _, value = map(str.strip, part.partition("="))
     if key == "qk_norm" and not value:
-        return WhatIf(part, change_call=with_qk_norm)
+        return key, True
     if key == "ssmax":
-        return WhatIf(part, dict(temperature=SSMax(_parse_number(value, text)) if value else SSMax()))
+        return "temperature", SSMax(_parse_number(value, text)) if value else SSMax()
     if key in ("temperature", "softcap") and value:
-        return WhatIf(part, {key: _parse_number(value, text)})
+        return key, _parse_number(value, text)
     if key == "scale" and value:
-        return WhatIf(part, dict(scale=value if value in SCALES else _parse_number(value, text)))
+        return key, value if value in SCALES else _parse_number(value, text)
     if key == "normalizer" and value:
-        return WhatIf(part, dict(normalizer=normalizers.get(value).spec))
+        return key, normalizers.get(value).spec
     known = {form.partition("=")[0]: form for form in FORMS}
     known = {**{name: f"normalizer={name}" for name in normalizers.names()}, **known}
     near = difflib.get_close_matches(key, known, n=1)
@@ -99,9 +92,3 @@ def _parse_number(value: str, text: str) -> float:
     if not 0.0 < number < float("inf"):
         raise ValueError(f"what_if: {text!r} needs a positive number after '=', got {value!r}")
     return number
-
-
-def with_qk_norm(call: Call) -> Call:
-    """The call with q and k divided by their root mean square."""
-    q, k = qk_norm(call.q, call.k)
-    return replace(call, q=q, k=k)

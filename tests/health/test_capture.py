@@ -84,8 +84,10 @@ def test_an_error_midway_keeps_what_was_measured():
     assert "after 1 whole" in report.interrupted
     assert {head.layer: head.statistics["entropy"].count for head in report.heads} == {"a": 13, "b": 5}
     assert interception.ACTIVE == []
-    with pytest.raises(RuntimeError, match="six tokens"):
+    with pytest.raises(RuntimeError, match="six tokens") as failed:
         examine(nn.Sequential(nn.Identity(), _Failing()), [torch.randn(1, 8, 12)])
+    notes = getattr(failed.value, "__notes__", None) or [str(failed.value.__cause__)]
+    assert notes == ["regard.examine: raised in batch 0, counted from 0"]
 
 
 class _Failing(nn.Module):

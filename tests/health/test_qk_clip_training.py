@@ -265,6 +265,29 @@ def test_lightning_clips_after_each_optimizer_step(tmp_path):
     assert not task.model._forward_hooks
 
 
+class Unnamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 24)
+
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(*self.first(x)[:, None].chunk(3, -1))
+
+
+def test_a_model_of_which_nothing_can_be_clipped_is_reported_once():
+    model, x = Unnamed(), torch.randn(2, 5, 8)
+    clip = regard.QKClip(model, 1e-3)
+    model(x)
+    with pytest.warns(UserWarning, match="no attention layer of Unnamed.*q_proj/k_proj"):
+        clip.step()
+    model(x)
+    assert clip.step().skipped.keys() == {""}
+    clip.close()
+    with regard.QKClip(model, 1e-3, log_only=True) as clip:
+        model(x)
+        assert clip.step().heads == []
+
+
 def test_bad_arguments_are_named():
     with pytest.raises(TypeError, match="model"):
         regard.QKClip("model")

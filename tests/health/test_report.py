@@ -67,6 +67,12 @@ def test_a_report_says_itself_in_a_line(report):
     assert "\n" not in said and len(said) < 600
 
 
+def test_printing_a_report_shows_what_the_command_shows(report, capsys):
+    report.show()
+    assert f"\n{report}\n" == capsys.readouterr().out
+    assert report.findings[0].evidence in str(report) and report.findings[0].evidence not in repr(report)
+
+
 def test_html_needs_nothing_and_admits_nothing(report):
     html = page.render(report)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", html)

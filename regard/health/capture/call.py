@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable
@@ -10,9 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 
 import regard
-from regard.health.capture.attention_weights import output_and_weights
+from regard._core.execute import apply_policy
+from regard._core.gate import apply_gate
+from regard._core.options import AttentionOptions
+from regard._core.prepare import prepare
+from regard._core.problem import Problem
+from regard._core.rows.validation import is_autocast, under_autocast
+from regard.masks import blanked
+from regard.reference import score_of, with_sink
+from regard.scores import soft_cap
 
 CROSS_NAMES = ("cross", "encoder_attn", "encdec")  # parts of the names of cross-attention modules, or of their parents
 HIDES_ALWAYS = -1e8  # an additive mask at or below this hides a key: exp() of it is 0 in every dtype
@@ -59,7 +69,7 @@ class Call:
         if self.compute is not None:
             return self.compute(self)
         if self.weights is not None:
-            output, p = output_and_weights(self)
+            output, p = _output_and_weights(self)
             self.weights[:] = [p]
             return output
         return regard.attention(self.q, self.k, self.v, dropout_p=self.dropout, **self.arguments)
@@ -68,14 +78,14 @@ class Call:
         """True for cross-attention, by the call itself or else by the module's name."""
         return is_cross_name(name) if self.cross is None else self.cross
 
-    def first_sequences(self, count: int) -> Call:
-        """Returns the call for the first few sequences of its batch alone."""
+    def first_sequences(self, count: int | None) -> Call:
+        """Returns the call for the first few sequences of its batch alone; None for all of them."""
 
         def cut(x: Any) -> Any:
             return x[:count] if isinstance(x, Tensor) and x.ndim and x.shape[0] == batch else x
 
         batch = self.q.shape[0]
-        if count >= batch:
+        if count is None or count >= batch:
             return self
         per_batch = {"key_lengths": cut(self.options.get("key_lengths"))}
         for name in ("temperature", "sink", "gate"):
@@ -160,19 +170,14 @@ def derive(make: Callable, *inputs: Any) -> Any:
     if any(x.is_inference() or x.requires_grad or is_vmapped(x) for x in tensors):
         return make(*inputs)
     versions = [x._version for x in tensors]
-    for known_make, known_inputs, known_versions, known in list(_DERIVED):
-        if known_make is make and known_versions == versions and _are_same(known_inputs, inputs):
-            return known
+    others = [Tensor if isinstance(x, Tensor) else x for x in inputs]
+    for known_make, known_tensors, known_versions, known_others, known in list(_DERIVED):
+        if known_make is make and known_versions == versions and known_others == others:
+            if all(a is b for a, b in zip(known_tensors, tensors, strict=True)):
+                return known
     made = make(*inputs)
-    _DERIVED.append((make, inputs, versions, made))
+    _DERIVED.append((make, tensors, versions, others, made))
     return made
-
-
-def _are_same(before: tuple, now: tuple) -> bool:
-    return all(
-        a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b)
-        for a, b in zip(before, now, strict=True)
-    )
 
 
 def forget_derived() -> None:
@@ -235,3 +240,43 @@ def merge_mask_and_bias(
     if mask.dtype == torch.bool:
         return bias.masked_fill(~mask, -math.inf), False
     return bias + mask.to(bias.dtype), False
+
+
+def _output_and_weights(call: Call) -> tuple[Tensor, Tensor]:
+    """Returns o and p = dropout(normaliser((cap(scale·q kᵀ) + bias) / T)), [B, H, M, N], in torch's dtypes.
+
+    torch's MultiheadAttention wants p by default, an eager model of transformers with output_attentions. The causal
+    order is in the mask; a sink is one more key without a value.
+    """
+    options = AttentionOptions(dropout_p=call.dropout, **call.arguments)
+    checked = apply_policy(prepare(call.q, call.k, call.v, options))
+    p_dtype = under_autocast(call.q.new_empty(0, dtype=checked.dtype)).dtype
+    with torch.autocast(call.q.device.type, enabled=False) if is_autocast(call.q) else contextlib.nullcontext():
+        p, v = _weights(checked.problem)
+        p = dropout(p, call.dropout) if call.dropout else p
+        o = (p @ v).to(checked.dtype)
+        return o if checked.gate is None else apply_gate(o, checked.gate), p.to(p_dtype)
+
+
+def _weights(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Returns the weights, and the values with hidden rows zeroed."""
+    wide = torch.promote_types(problem.q.dtype, torch.float32)
+    q, k, v = (x.to(wide) for x in (problem.q, problem.k, problem.v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))  # heads that share them
+    bias, visible = problem.bias, problem.mask
+    if bias is not None:
+        visible = bias != -math.inf
+        bias = bias.masked_fill(~visible, 0.0)
+    if visible is not None:
+        k, v = blanked(visible, k, v)
+    s = soft_cap((problem.scale * q) @ k.transpose(-1, -2), problem.softcap)
+    if (score := score_of(problem)) is not None:
+        i, j = (torch.arange(size, device=q.device) for size in s.shape[-2:])
+        s = score.modify(s, (i if problem.interval is None else problem.interval[2])[..., None], j)
+    s = s if bias is None else s + bias
+    t = 1.0 if problem.temperature is None else problem.temperature[..., None]
+    if problem.sink is not None:
+        sink = problem.sink[..., None].to(wide)
+        visible_keys = torch.ones_like(s, dtype=torch.bool) if visible is None else visible.expand(s.shape)
+        return with_sink(problem.choice, s / t, visible_keys, sink), v
+    return regard.normalize(s, problem.choice.spec, temperature=t, mask=visible), v

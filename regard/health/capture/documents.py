@@ -5,8 +5,6 @@ stands at the position p_i = i − cu_q[d] + n_k − n_q among the document's ke
 sees keys j of its own document with p_i − left ≤ j − cu_k[d] ≤ p_i + right; causal order is right = 0.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ A compiled `flex_attention` runs as it was written while calls are captured; on 
 compiled copy, because the plain function builds all scores.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable
@@ -19,13 +17,7 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.capture.fused_call import MAX_DENSE, first_of
-from regard.health.capture.interception import (
-    interceptions_of,
-    is_swapped,
-    route_result,
-    running_module,
-    without_mode,
-)
+from regard.health.capture.interception import interceptions_of, is_swapped, route_result, running_module, without_mode
 
 
 def capture_flex(original: Callable, given: dict[str, Any]) -> Any:

@@ -6,7 +6,8 @@
     p·v                   a `Call` with the bias logits − c·q kᵀ, which holds mask, bias and soft cap alike
 
 The bias makes every reading that of the model's own logits, whatever was done to them. Weights whose scores are no
-product of queries and keys are reported with the line that multiplies them by values.
+product of queries and keys are reported with the line that multiplies them by values. Products may be written as
+`torch.einsum`: "bhid,bhjd->bhij" for scores, "bhij,bhjd->bhid" for outputs.
 """
 
 from __future__ import annotations
@@ -23,14 +24,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from regard.health.capture.call import HIDES_ALWAYS, HIDES_AMONG_ZEROS, Call
-from regard.health.capture.equation import find_scores, find_values
-from regard.health.capture.interception import (
-    interceptions_of,
-    is_swapped,
-    route_result,
-    route_to_observers,
-    running_module,
-)
+from regard.health.capture.interception import interceptions_of, is_swapped, route, route_result, running_module
 
 PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
@@ -74,13 +68,8 @@ class Follower:
     """Follows the tensors of one thread from product to product; what is known of a tensor lives as long as it."""
 
     def __init__(self) -> None:
-        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.saw_softmax = False
-
-    @property
-    def follows_any(self) -> bool:
-        """True if a product or weights are known whose next function may belong to attention."""
-        return bool(self._known.data)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a torch function, and follows what it returns or captures it if it multiplies weights by values."""
@@ -88,18 +77,18 @@ class Follower:
         if name in PRODUCTS and (module := running_module()) is not None and interceptions_of(module):
             return self._multiply(module, name, func, args, kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and (self.follows_any or name == "softmax"):
+        if isinstance(result, Tensor) and (self.known.data or name == "softmax"):
             self._follow(name, func, args, kwargs, result)
         return result
 
     def _follow(self, name: str, func: Callable, args: tuple, kwargs: dict, result: Tensor) -> None:
         inputs = [x for x in (*args[:3], kwargs.get("input"), kwargs.get("other")) if isinstance(x, Tensor)]
-        known = next((self._known[x] for x in inputs if x in self._known), None)
+        known = next((self.known[x] for x in inputs if x in self.known), None)
         if name == "softmax":
             self.saw_softmax = True
             self._follow_softmax(known, args, kwargs, result)
         elif isinstance(known, Product) and result.numel() == known.numel and result.shape[-2:] == known.shape:
-            self._known[result] = replace(known, scale=known.scale * _factor(name, args))
+            self.known[result] = replace(known, scale=known.scale * _factor(name, args))
         elif isinstance(known, Weights) and result.numel() == known.p.numel():
             if name in DROPPING:
                 training = args[2] if len(args) > 2 else kwargs.get("training", True)
@@ -108,19 +97,19 @@ class Follower:
             if name in TRANSPOSING or func == MT:
                 known = _transpose(known, func, args, kwargs)
             if sorted(result.shape[-2:]) == sorted(known.logits.shape[-2:]):
-                self._known[result] = known
+                self.known[result] = known
 
     def _follow_softmax(self, known: Any, args: tuple, kwargs: dict, result: Tensor) -> None:
         logits = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         if dim in (-1, logits.ndim - 1) and logits.ndim > 1 and not isinstance(known, Weights):
-            self._known[result] = Weights(result, logits, known)
+            self.known[result] = Weights(result, logits, known)
 
     def _multiply(self, module: nn.Module, name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
         if name == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
             args = (args[0], *args[1])
         tensors = [x for x in args if isinstance(x, Tensor)]
-        weights = next((self._known[x] for x in tensors if isinstance(self._known.get(x), Weights)), None)
+        weights = next((self.known[x] for x in tensors if isinstance(self.known.get(x), Weights)), None)
         run = partial(func, *args, **kwargs)
         if weights is not None and name != "baddbmm" and len(tensors) == 2:
             return self._weigh(module, name, weights, args, tensors, run)
@@ -132,12 +121,12 @@ class Follower:
             q, k = operands
             alpha = kwargs.get("alpha", 1.0) if name == "baddbmm" else 1.0
             rows, keys = result.shape[-2:]
-            self._known[result] = Product(q, k, (rows, keys), result.numel(), float(alpha))
+            self.known[result] = Product(q, k, (rows, keys), result.numel(), float(alpha))
         return result
 
     def _weigh(self, module: nn.Module, name: str, weights: Weights, args: tuple, tensors: list, run: Callable) -> Any:
         """Captures p·v, or reports that it cannot be measured."""
-        values = tensors[0] if tensors[1] in self._known else tensors[1]
+        values = tensors[0] if tensors[1] in self.known else tensors[1]
         if isinstance(values, nn.Parameter) or values.ndim < 3 or weights.logits.ndim < 3:
             return run()  # a lookup in a table, or a mixture of a few tensors
         layout = _values_of(name, args, weights, values)
@@ -145,7 +134,7 @@ class Follower:
         if layout is None or split is None:
             reason = f"{_line()} multiplies softmax weights by values, but their scores could not be followed to q·kᵀ"
             call = Call(module, weights.p, values, values, own=lambda rows: run(), kind="by hand", obstacle=reason)
-            return route_to_observers(call, run)
+            return route(call, run, swaps=False)
         return _capture(module, weights, split, layout, run)
 
 
@@ -175,7 +164,7 @@ def _factor(name: str, args: tuple) -> float:
 def _scores_of(name: str, args: tuple) -> tuple[Tensor, Tensor] | None:
     """Returns (q […, M, D], k […, N, D]) of a product that may be scores; None for any other."""
     if name == "einsum":
-        return find_scores(args)
+        return _find_scores(args)
     first, second = args[1:3] if name == "baddbmm" else args[:2]
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or min(first.ndim, second.ndim) < 3:
         return None
@@ -185,15 +174,11 @@ def _scores_of(name: str, args: tuple) -> tuple[Tensor, Tensor] | None:
 def _values_of(name: str, args: tuple, weights: Weights, values: Tensor) -> tuple[Tensor, Callable, Callable] | None:
     """Returns (v […, N, E], the product's own layout → […, M, E], and back)."""
     if name == "einsum":
-        return None if weights.transposed else find_values(args, weights.p)
+        return None if weights.transposed else _find_values(args, weights.p)
     if weights.transposed:  # vᵀ pᵀ = (p v)ᵀ
         flip = partial(torch.transpose, dim0=-1, dim1=-2)
         return (flip(values), flip, flip) if args[0] is values else None
-    return None if args[0] is values else (values, _same, _same)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+    return None if args[0] is values else (values, lambda x: x, lambda x: x)
 
 
 def _split_heads(weights: Weights, values: Tensor) -> list[Tensor] | None:
@@ -270,3 +255,62 @@ def _line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PLACES):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def _terms(args: tuple) -> tuple[str, str, str] | None:
+    """Returns the letters of both operands and of the result; None for what is no product of two tensors."""
+    equation = args[0] if args else None
+    if not isinstance(equation, str) or len(args) != 3 or "->" not in equation or "." in equation:
+        return None
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    first, _, second = inputs.partition(",")
+    return first, second, result
+
+
+def _find_scores(args: tuple) -> tuple[Tensor, Tensor] | None:
+    """Returns q [batch …, M, D] and k [batch …, N, D] of an equation with one contracted letter, in the result's order.
+
+    The result ends in the query and the key letter; k has size 1 where it lacks a letter of the batch.
+    """
+    terms = _terms(args)
+    if terms is None or len(terms[2]) < 3:
+        return None
+    first, second, result = terms
+    batch, m, n = result[:-2], result[-2], result[-1]
+    (q_letters, q), (k_letters, k) = sorted(zip(terms, args[1:], strict=False), key=lambda term: m not in term[0])
+    contracted = set(first) & set(second) - set(result)
+    if len(contracted) != 1 or n not in k_letters:
+        return None
+    d = contracted.pop()
+    if set(q_letters) != {*batch, m, d} or not set(k_letters) <= {*batch, n, d}:
+        return None
+    return _arrange(q_letters, q, batch + m + d), _arrange(k_letters, k, batch + n + d)
+
+
+def _arrange(letters: str, x: Tensor, order: str) -> Tensor:
+    """Permutes x to the order, with size 1 for letters that it lacks."""
+    x = x.permute(*(letters.index(one) for one in order if one in letters))
+    for at, one in enumerate(order):
+        if one not in letters:
+            x = x.unsqueeze(at)
+    return x
+
+
+def _find_values(args: tuple, p: Tensor) -> tuple[Tensor, Callable, Callable] | None:
+    """Returns (v [batch …, N, E], result's layout → [batch …, M, E], and back) of weights times values."""
+    terms = _terms(args)
+    if terms is None:
+        return None
+    at = 0 if args[1].shape == p.shape and len(terms[0]) == p.ndim else 1
+    weights, values, result = terms[at], terms[1 - at], terms[2]
+    batch, m, n = weights[:-2], weights[-2], weights[-1]
+    width = set(values) & set(result) - set(weights)
+    if n not in values or n in result or m in values or len(width) != 1:
+        return None
+    e = width.pop()
+    if set(result) != {*batch, m, e} or not set(values) <= {*batch, n, e}:
+        return None
+    order = [result.index(one) for one in batch + m + e]
+    back = [order.index(place) for place in range(len(order))]
+    v = _arrange(values, args[2 - at], batch + n + e)
+    return v, partial(torch.permute, dims=order), partial(torch.permute, dims=back)

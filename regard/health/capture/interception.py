@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,10 @@ def as_written(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def refuse_data_parallel(model: nn.Module) -> None:
-    """Raises ValueError for `nn.DataParallel`, because it runs copies of the model."""
+def check_model(model: Any) -> None:
+    """Raises TypeError for what is no module, ValueError for `nn.DataParallel`, because it runs copies of the model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.DataParallel):
         raise ValueError("model is nn.DataParallel, which runs copies of it; use DistributedDataParallel")
 
@@ -86,29 +88,23 @@ class Interception:
 
     With `in_every_forward`, torch's own functions are captured in every forward of the model or of a part of it;
     otherwise only within `torch_calls()`. Without `follows_functions` they are not captured: transformers' registry
-    and other packages alone are. `saw_functions` says whether a block of `torch_calls` met one that may be attention.
+    and other packages alone are. `saw_functions` says whether a block of `torch_calls` met one that may be attention,
+    `describe` what a report says of a swap.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        swap: Callable[[Call], Call] | None = None,
-        observe: Callable[[Call, str, Callable[[], Tensor]], Tensor] | None = None,
-        in_every_forward: bool = False,
+        self, model: nn.Module, *, swap: Callable[[Call], Call] | None = None,
+        observe: Callable[[Call, str, Callable[[], Tensor]], Tensor] | None = None, in_every_forward: bool = False,
         follows_functions: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.swap, self.observe, self.in_every_forward = model, swap, observe, in_every_forward
         self.follows_functions, self.saw_functions = follows_functions, False
+        self.describe: Callable[[], dict[str, Any]] | None = None
         self.routed = 0  # calls
         self.modules = list(as_written(model).named_modules())
         self.names = {id(module): name for name, module in self.modules}
         self.names.setdefault(id(model), "")  # what torch.compile made of it
         self._hooks: list = []
-
-    def _all_modules(self) -> list[nn.Module]:
-        modules = [module for _, module in self.modules]
-        return modules if self.model is modules[0] else [self.model, *modules]
 
     def start(self) -> None:
         """Registers the hooks; whatever torch.compile made in this process runs as it was written until `stop`."""
@@ -123,17 +119,14 @@ class Interception:
             _FAST_PATH[0] = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder's, whose attention no hook sees
         ACTIVE.append(self)
-        for module in self._all_modules():
-            if module._modules or not _lacks_attention(module):
+        written = [module for _, module in self.modules]
+        for module in written if self.model is written[0] else [self.model, *written]:
+            if module._modules or not _lacks_attention(type(module)):  # type: ignore[arg-type]
                 self._hooks.append(module.register_forward_pre_hook(_enter_forward, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(_leave_forward, always_call=True))
         from regard.health.capture import packages
 
         packages.patch_packages()
-        if "transformers" in sys.modules:
-            from regard.health.capture import transformers_calls
-
-            transformers_calls.patch_registry()
 
     def stop(self) -> None:
         """Removes the hooks and leaves the model as it was."""
@@ -149,16 +142,11 @@ class Interception:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if ACTIVE:
-            return
-        torch.backends.mha.set_fastpath_enabled(_FAST_PATH[0])
-        from regard.health.capture import packages
+        if not ACTIVE:
+            torch.backends.mha.set_fastpath_enabled(_FAST_PATH[0])
+            from regard.health.capture import packages
 
-        packages.unpatch_packages()
-        if "transformers" in sys.modules:
-            from regard.health.capture import transformers_calls
-
-            transformers_calls.unpatch_registry()
+            packages.unpatch_packages()
 
     @contextlib.contextmanager
     def torch_calls(self) -> Iterator[None]:
@@ -205,42 +193,6 @@ class Interception:
         self.stop()
 
 
-class ForwardInterceptions:
-    """Intercepts single forwards of a model, and follows torch's functions only where that has found attention.
-
-    Following them takes a Python call per torch function. It is done in the first forward and in every `EVERY`-th, and
-    in all if the last one that did met a function that may be attention, or no attention at all (layer drop).
-    """
-
-    EVERY = 20
-
-    def __init__(self) -> None:
-        self._made, self._is_needed = 0, True
-        self._open: tuple[Interception, contextlib.AbstractContextManager] | None = None
-
-    def open(self, model: nn.Module, observe: Callable) -> None:
-        """Intercepts the forward that begins now; called in the model's pre-hook."""
-        self.close(succeeded=False)
-        follows = self._is_needed or self._made % self.EVERY == 0
-        self._made += 1
-        interception = Interception(model, observe=observe, follows_functions=follows)
-        context = interception.in_forward()
-        open_scope(context)
-        self._open = interception, context
-
-    def close(self, succeeded: bool) -> None:
-        """Ends the interception that is open, if any, and learns from a forward that succeeded.
-
-        A forward that Ctrl-C ends calls no hook: the next one closes it.
-        """
-        if self._open is None:
-            return
-        (interception, context), self._open = self._open, None
-        close_scope(context)
-        if succeeded and interception.follows_functions:
-            self._is_needed = interception.saw_functions or not interception.routed
-
-
 ACTIVE: list[Interception] = []
 STARTED: list[Interception] = []  # those of ACTIVE that last longer than one forward
 _STANCE: list[contextlib.AbstractContextManager] = []  # torch.compile's stance while any is started
@@ -262,8 +214,9 @@ def run_as_written() -> None:
         _STANCE.append(torch.compiler.set_stance("force_eager"))
 
 
-def _lacks_attention(module: nn.Module) -> bool:
-    return isinstance(module, WITHOUT_ATTENTION) or type(module).__name__.endswith(SUFFIXES_WITHOUT_ATTENTION)
+@lru_cache(maxsize=256)
+def _lacks_attention(kind: type[nn.Module]) -> bool:
+    return issubclass(kind, WITHOUT_ATTENTION) or kind.__name__.endswith(SUFFIXES_WITHOUT_ATTENTION)
 
 
 def _enter_forward(module: nn.Module, inputs: tuple, named: dict | None = None) -> None:
@@ -278,8 +231,9 @@ def _enter_forward(module: nn.Module, inputs: tuple, named: dict | None = None) 
             open_scope(opener.torch_calls(), opener)
     if named and named.get("output_attentions") and STATE.weights_depth is None:
         STATE.weights_depth = len(STATE.stack)
-    token = object() if is_given_tokens(inputs, named or {}) else forward_token()
-    STATE.stack.append(Frame(module, token, (*inputs, *(named or {}).values())))
+    given = (*inputs, *named.values()) if named else inputs
+    token = object() if is_given_tokens(given) else forward_token()
+    STATE.stack.append(Frame(module, token, given))
 
 
 def _leave_forward(module: nn.Module, inputs: tuple, output: Any) -> None:
@@ -295,14 +249,14 @@ def _leave_forward(module: nn.Module, inputs: tuple, output: Any) -> None:
         close_scope(STATE.scopes[-1][0])
 
 
-def is_given_tokens(inputs: tuple, named: dict) -> bool:
+def is_given_tokens(given: tuple) -> bool:
     """True if the first tensor that a module is given holds integers: there a new forward begins.
 
     >>> from regard.health.capture.interception import is_given_tokens
-    >>> is_given_tokens((torch.arange(4),), {}), is_given_tokens((torch.randn(4, 8),), {"ids": torch.arange(4)})
+    >>> is_given_tokens((torch.arange(4),)), is_given_tokens((torch.randn(4, 8), torch.arange(4)))
     (True, False)
     """
-    for x in (*inputs, *named.values()):
+    for x in given:
         if isinstance(x, Tensor):
             return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
     return False
@@ -318,18 +272,35 @@ def interceptions_of(module: nn.Module | None) -> list[Interception]:
     return [one for one in ACTIVE[:] if id(module) in one.names]
 
 
-def route(call: Call, run_original: Callable[[], Tensor]) -> Tensor:
-    """Returns the output of a captured call: swaps first, then observers; `run_original` is the model's own way."""
-    active = interceptions_of(call.module)
-    with uncaptured():
-        return _route(active, call, run_original)
+def describe_changes(model: nn.Module) -> list[dict[str, Any]]:
+    """Returns the options of every active `using` that covers `model`, as plain values, the first applied first."""
+    return [one.describe() for one in ACTIVE if one.describe is not None and id(model) in one.names]
 
 
-def route_to_observers(call: Call, run_original: Callable[[], Tensor]) -> Tensor:
-    """Returns the model's own output of a call that cannot be measured, after every observer was told the reason."""
-    active = [one for one in interceptions_of(call.module) if one.observe is not None]
+def route(call: Call, run_original: Callable[[], Tensor], swaps: bool = True) -> Tensor:
+    """Returns the output of a captured call: swaps first, then observers; `run_original` is the model's own way.
+
+    Without `swaps` it goes to observers alone, because it cannot be computed in another way.
+    """
+    active = [one for one in interceptions_of(call.module) if swaps or one.observe is not None]
+    swapped, run = call, run_original
     with uncaptured():
-        return _route(active, call, run_original) if active else run_original()
+        for one in active:
+            one.routed += 1
+            if one.swap is not None:
+                swapped = one.swap(swapped)
+        if swapped is not call:
+            run = partial(_run_swapped, swapped)
+        if active and any(is_vmapped(x) for x in (call.q, call.k, call.v, call.mask)):
+            swapped = replace(swapped, obstacle=UNDER_VMAP)
+        for one in reversed(active):  # the first observer is outermost
+            if one.observe is not None:
+                run = partial(one.observe, swapped, one.names[id(call.module)], run)
+        return run()
+
+
+def _run_swapped(call: Call) -> Tensor:
+    return in_torch_layout(call.run())
 
 
 def is_swapped(module: nn.Module) -> bool:
@@ -358,26 +329,6 @@ def route_result(
     return (from_output(output), *rest[1:]) if isinstance(rest, tuple) else from_output(output)
 
 
-def _route(active: list[Interception], call: Call, run: Callable[[], Tensor]) -> Tensor:
-    swapped = call
-    for one in active:
-        one.routed += 1
-        if one.swap is not None:
-            swapped = one.swap(swapped)
-    if swapped is not call:
-        run = partial(_run_swapped, swapped)
-    if any(is_vmapped(x) for x in (call.q, call.k, call.v, call.mask)):
-        swapped = replace(swapped, obstacle=UNDER_VMAP)
-    for one in reversed(active):  # the first observer is outermost
-        if one.observe is not None:
-            run = partial(one.observe, swapped, one.names[id(call.module)], run)
-    return run()
-
-
-def _run_swapped(call: Call) -> Tensor:
-    return in_torch_layout(call.run())
-
-
 @contextlib.contextmanager
 def uncaptured() -> Iterator[None]:
     """Captures nothing of what the body calls in this thread."""
@@ -389,15 +340,11 @@ def uncaptured() -> Iterator[None]:
         STATE.busy = before
 
 
-@contextlib.contextmanager
-def without_mode() -> Iterator[None]:
+def without_mode() -> contextlib.AbstractContextManager:
     """Pops our function mode where it is the innermost one: torch calls are cheaper without it."""
     depth = torch._C._len_torch_function_stack()
-    if not depth or not getattr(torch._C._get_function_stack_at(depth - 1), "captures_attention", False):
-        yield
-        return
-    with _pop_mode_temporarily():
-        yield
+    is_ours = depth and getattr(torch._C._get_function_stack_at(depth - 1), "captures_attention", False)
+    return _pop_mode_temporarily() if is_ours else contextlib.nullcontext()
 
 
 def running_module() -> nn.Module | None:

@@ -187,7 +187,11 @@ _PATCHED: dict[int, tuple[Any, str, Any]] = {}  # by id: a function or class, it
 
 
 def patch_packages() -> None:
-    """Patches what is imported by now; a second call does nothing to what is patched."""
+    """Patches what is imported by now, and transformers' registry; a second call does nothing to what is patched."""
+    if "transformers" in sys.modules:
+        from regard.health.capture import transformers_calls
+
+        transformers_calls.patch_registry()
     for (module, name), capture in FUNCTIONS.items():
         found: Any = getattr(sys.modules.get(module), name, None)
         if id(found) in _PATCHED:
@@ -209,6 +213,10 @@ def unpatch_packages() -> None:
         if attribute == "__code__":
             del found.__signature__
     _PATCHED.clear()
+    if "transformers" in sys.modules:
+        from regard.health.capture import transformers_calls
+
+        transformers_calls.unpatch_registry()
 
 
 def _template(*args: Any, **kwargs: Any) -> Any:

@@ -23,14 +23,7 @@ from regard._core.gate import apply_gate
 from regard._core.problem import TENSORS, Problem, unflatten
 from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, select_rows
 from regard.health.capture.handwritten import Follower, is_ordinary
-from regard.health.capture.interception import (
-    SDPA,
-    STATE,
-    interceptions_of,
-    report_gate,
-    route,
-    running_module,
-)
+from regard.health.capture.interception import SDPA, STATE, interceptions_of, report_gate, route, running_module
 from regard.masks import resolve_causal_bias
 from regard.normalizers import Choice
 from regard.reference import joined_mask, score_of
@@ -50,6 +43,7 @@ class TorchCalls(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.follower = Follower()
+        self._followed = self.follower.known.data  # a look at it costs less than a call for every torch function
         self._saw_handled = False
         self.handlers: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys(SDPA_NAMES, lambda func, args, kwargs: _capture_sdpa(*args, **kwargs)),
@@ -71,7 +65,7 @@ class TorchCalls(TorchFunctionMode):
             super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if (func in _ORDINARY and not self.follower.follows_any) or torch.compiler.is_compiling():
+        if (func in _ORDINARY and not self._followed) or torch.compiler.is_compiling():
             return func(*args, **kwargs) if kwargs else func(*args)
         handler = self.handlers.get(func)
         if handler is None:
@@ -90,9 +84,7 @@ class TorchCalls(TorchFunctionMode):
 
 
 def _capture_gate(func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """Runs regard's output gate and reports it."""
-    _, gate = args
-    report_gate(torch.sigmoid(gate.detach().float()))
+    report_gate(torch.sigmoid(args[1].detach().float()))
     return func(*args, **kwargs)
 
 
@@ -125,32 +117,17 @@ def _capture_sdpa(
             mask = order if mask is None else hide(mask, ~order)
         return zero_rows(as_four_dims(run(query.index_select(-2, rows), mask, False, 0.0)), select_rows(empty, rows))
 
+    shown = mask_given if mask_given is None or empty is None else hide(mask_given, empty)
     call = Call(
-        module=module,
-        q=as_four_dims(query),
-        k=as_four_dims(key),
-        v=as_four_dims(value),
-        own=own,
-        kind="sdpa",
-        mask=clean_mask(_mask_as_four_dims(hide_again(mask_given, empty), query)),
-        causal=ordered,
-        options=dict(scale=scale),
-        dropout=dropout_p,
-        cross=cross,
-        three_dims=query.ndim == 3,
-        weights=weights,
-    )
+        module=module, q=as_four_dims(query), k=as_four_dims(key), v=as_four_dims(value), own=own, kind="sdpa",
+        mask=clean_mask(_mask_as_four_dims(shown, query)), causal=ordered,
+        options=dict(scale=scale), dropout=dropout_p, cross=cross, three_dims=query.ndim == 3, weights=weights,
+    )  # fmt: skip
     return route(call, lambda: as_four_dims(run_original())).reshape(*query.shape[:-1], value.shape[-1])
 
 
 def zero_rows(o: Tensor, empty: Tensor | None) -> Tensor:
-    """Sets the output of empty rows to 0."""
     return o if empty is None else o.masked_fill(empty, 0.0)
-
-
-def hide_again(mask: Tensor | None, empty: Tensor | None) -> Tensor | None:
-    """Returns the mask before its empty rows were opened."""
-    return mask if mask is None or empty is None else hide(mask, empty)
 
 
 def hide(mask: Tensor, hidden: Tensor) -> Tensor:
@@ -182,7 +159,8 @@ def _capture_multi_head(func: Callable, args: tuple, kwargs: dict) -> tuple[Tens
     observes_only = wanted and weights is None  # a second run, for the observers: its output is not the model's
     if observes_only and module.training and len(args) <= ARGUMENTS_BEFORE_TRAINING:
         changed["training"] = False  # dropout would take random numbers from the model's later layers
-    with _multi_head_scope(cross=query is not key, weights=weights):
+    STATE.multi_head = dict(cross=query is not key, weights=weights)
+    try:
         result = func(*args, **kwargs) if observes_only else None
         with _patched_sdpa(), torch.no_grad() if observes_only else contextlib.nullcontext():
             output, _ = func(*args, **changed)
@@ -190,17 +168,10 @@ def _capture_multi_head(func: Callable, args: tuple, kwargs: dict) -> tuple[Tens
             return (output, None) if result is None else result
         if not weights:  # the swap left the call as it was
             return func(*args, **kwargs)
-    p = weights[0].mean(1) if kwargs.get("average_attn_weights", True) else weights[0]  # of [B, H, M, N]
-    return output, p if query.ndim == 3 else p.squeeze(0)
-
-
-@contextlib.contextmanager
-def _multi_head_scope(**known: Any) -> Iterator[None]:
-    STATE.multi_head = known
-    try:
-        yield
     finally:
         STATE.multi_head = None
+    p = weights[0].mean(1) if kwargs.get("average_attn_weights", True) else weights[0]  # of [B, H, M, N]
+    return output, p if query.ndim == 3 else p.squeeze(0)
 
 
 @contextlib.contextmanager
@@ -260,15 +231,7 @@ def _capture_own(problem: Problem, bias, mask, temperature, sink, run: Callable)
     if any(x is not None for x in (problem.interval, problem.row_bias, problem.relative)):
         joined = joined_mask(problem)
     call = Call(
-        module,
-        problem.q,
-        problem.k,
-        problem.v,
-        own=own,
-        kind="regard",
-        mask=joined,
-        causal=problem.causal,
-        options=options,
-        obstacle="it drops weights at random (dropout in training)" if problem.dropout_p else None,
-    )
+        module, problem.q, problem.k, problem.v, own=own, kind="regard", mask=joined, causal=problem.causal,
+        options=options, obstacle="it drops weights at random (dropout in training)" if problem.dropout_p else None,
+    )  # fmt: skip
     return route(call, own), *result()[1:]  # with row state and statistics, which a swap does not compute

@@ -17,7 +17,7 @@ from regard.health.capture.call import Call, causal_rows, clean_mask, derive, me
 from regard.health.capture.documents import documents_of_positions
 from regard.health.capture.flex_calls import mask_of_block
 from regard.health.capture.fused_call import FusedCall, capture_fused
-from regard.health.capture.interception import SDPA, STATE, interceptions_of, route
+from regard.health.capture.interception import SDPA, STATE, interceptions_of, is_swapped, route
 
 _ORIGINALS: dict[str, object] = {}
 
@@ -51,7 +51,8 @@ def _wrap_lookup(lookup: Callable) -> Callable:
 
 
 def _capture(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
-    if args or not interceptions_of(module) or kwargs.get("cache") is not None or _is_ours(own):
+    is_ours = getattr(getattr(own, "func", None), "__module__", None) == "regard.hf"  # its regard.attention is captured
+    if args or not interceptions_of(module) or kwargs.get("cache") is not None or is_ours:
         return own(module, query, key, value, attention_mask, *args, **kwargs)
     if _name(own) == "flash_attention_forward":
         return _capture_flash(own, module, query, key, value, attention_mask, kwargs), None
@@ -63,7 +64,7 @@ def _capture(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, 
         return out.transpose(1, 2)
 
     call = _as_call(own, module, query, key, value, attention_mask, kwargs)
-    if call.wants_weights and any(one.swap is not None for one in interceptions_of(module)):
+    if call.wants_weights and is_swapped(module):
         call.weights = []
     out = route(call, run_original)
     return out.transpose(1, 2), call.weights[0] if call.weights else weights
@@ -108,11 +109,6 @@ def _capture_flash(own, module, query, key, value, mask, kwargs) -> Tensor:
     return capture_fused(fused, module).unflatten(0, (query.shape[0], query.shape[2]))
 
 
-def _is_ours(own: Callable) -> bool:
-    """True for the function of `regard.hf`: the call of `regard.attention` inside it is captured."""
-    return getattr(getattr(own, "func", None), "__module__", None) == "regard.hf"
-
-
 def _sdpa_by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Runs torch's sdpa with the queries of a group as rows of one head, so that k and v are not repeated."""
     batch, heads, rows, width = query.shape
@@ -128,17 +124,14 @@ def _fold_mask(mask: Tensor, group: int, rows: int) -> Tensor:
     return each.expand(-1, -1, rows, -1).reshape(mask.shape[0], -1, group * rows, mask.shape[-1])
 
 
-def _wants_weights(module: nn.Module) -> bool:
-    """True if the model collects its weights, by `output_attentions` of a running forward or of its configuration."""
-    running = (getattr(one, "config", None) for one in (module, *(one for one, *_ in STATE.stack)))
-    return STATE.weights_depth is not None or any(getattr(config, "output_attentions", False) for config in running)
-
-
 def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     name = _name(own)
     eager = name.endswith("eager_attention_forward")  # timesfm has a `simple_eager_attention_forward`
     sdpa = name == "sdpa_attention_forward"
-    wants_weights = eager and _wants_weights(module)
+    # does the model collect its weights, by `output_attentions` of a running forward or of its configuration?
+    running = (getattr(one, "config", None) for one in (module, *(one for one, *_ in STATE.stack)))
+    collects = STATE.weights_depth is not None or any(getattr(one, "output_attentions", False) for one in running)
+    wants_weights = eager and collects
     queries, keys = query.shape[2], key.shape[2]
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal

@@ -11,6 +11,7 @@ True
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import time
@@ -57,15 +58,12 @@ class Checks:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The checks as schema.json describes them."""
         return dict(
-            done=self.done,
-            skipped=[list(pair) for pair in self.skipped],
+            done=self.done, skipped=[list(pair) for pair in self.skipped],
             loss=None if self.loss is None else self.loss.to_json(),
             what_if={name: change.to_json() for name, change in self.what_if.items()},
-            ablation=None if self.ablation is None else self.ablation.to_json(),
-            seconds=round(self.seconds, 3),
-        )
+            ablation=None if self.ablation is None else self.ablation.to_json(), seconds=round(self.seconds, 3),
+        )  # fmt: skip
 
 
 @cache
@@ -87,31 +85,24 @@ def passed(done: Sequence[str], found: Collection[str]) -> list[str]:
 
 
 def run_checks(
-    model: nn.Module,
-    batches: Sequence[Any],
-    layers: Layers,
-    heads: Heads,
-    found: Sequence[Finding],
-    changes: Sequence[WhatIf],
-    *,
-    causal: bool | None = None,
-    loss: Callable | None = None,
-    ablation_seconds: float = 0.0,
-    predictor: nn.Module | None = None,
-) -> tuple[Checks, list[Finding]]:
+    model: nn.Module, batches: Sequence[Any], layers: Layers, heads: Heads, found: Sequence[Finding],
+    changes: Sequence[WhatIf], *, causal: bool | None = None, loss: Callable | None = None,
+    ablation_seconds: float = 0.0, predictor: nn.Module | None = None,
+) -> tuple[Checks, list[Finding]]:  # fmt: skip
     """Returns what the checks found out, and all findings: `found` with effects added, and new ones."""
     started = time.perf_counter()
     result, findings = Checks(), list(found)
     trial = Trial(model if predictor is None else predictor, batches, layers, heads, causal, loss, model)
     devices = [trial.device] if trial.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), trial.probe.active():
+    has_runs = trial.batches or loss is not None
+    with torch.random.fork_rng(devices), trial.probe.active() if has_runs else contextlib.nullcontext():
         for module in _modules():
             try:
                 new = module.check(trial)
             except NotApplicable as reason:
                 result.skipped.append((module.NAME, str(reason)))
             except Exception as error:  # the model may refuse other tokens or lengths
-                result.skipped.append((module.NAME, f"the model raised {type(error).__name__}: {_first_line(error)}"))
+                result.skipped.append((module.NAME, _describe(error)))
             else:
                 result.done.append(module.NAME)
                 findings = _merge(findings, new)
@@ -123,9 +114,7 @@ def run_checks(
                 result.ablation = ablate(trial, ablator, ablation_seconds)
                 findings = [_with_effect(trial, ablator, finding) for finding in findings]
         except Exception as error:
-            result.skipped.append(
-                ("loss and ablation", f"the model raised {type(error).__name__}: {_first_line(error)}")
-            )
+            result.skipped.append(("loss and ablation", _describe(error)))
     findings = [_with_remedies(finding, result.what_if) for finding in findings]
     findings.sort(key=lambda finding: (SEVERITIES.index(finding.severity), -len(finding.heads), finding.kind))
     result.seconds = time.perf_counter() - started
@@ -181,6 +170,6 @@ def _with_effect(trial: Trial, ablator: Ablator, finding: Finding) -> Finding:
     return replace(finding, evidence=finding.evidence + describe_effect(ablator, places))
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else ""
+def _describe(error: Exception) -> str:
+    first, *_ = [*str(error).strip().splitlines(), ""]
+    return f"the model raised {type(error).__name__}: {first[:200]}"

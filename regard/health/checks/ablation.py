@@ -4,8 +4,6 @@ The output of a head is set to 0 and the rest of the model computed as it is, so
 was run. A model without a loss gets the relative change of its output instead.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -41,16 +39,12 @@ class Ablation:
         return IDLE * (abs(self.own) if self.unit == LOSS else 1.0)
 
     def to_json(self) -> dict[str, Any]:
-        """The ablation as schema.json describes it."""
         return dict(
-            unit=self.unit,
-            own=finite(self.own),
+            unit=self.unit, own=finite(self.own),
             heads=[dict(index=index, head=head, change=finite(x)) for (index, head), x in self.heads.items()],
-            layers=[dict(index=index, change=finite(x)) for index, x in self.layers.items()],
-            missing=self.missing,
-            seconds=round(self.seconds, 3),
-            sequences=self.sequences,
-        )
+            layers=[dict(index=index, change=finite(x)) for index, x in self.layers.items()], missing=self.missing,
+            seconds=round(self.seconds, 3), sequences=self.sequences,
+        )  # fmt: skip
 
 
 class Ablator:

@@ -1,7 +1,5 @@
 """Duplicate layers: two attention layers hold the same weights, as a conversion that repeats a layer leaves them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
@@ -34,13 +32,11 @@ def check(trial: Trial) -> list[Finding]:
         raise NotApplicable("all layers are copies of one, as a fresh nn.TransformerEncoder has them")
     listed = "; ".join(" = ".join(key[0] for key in group[:4]) for group in repeated[:4])
     return trial.find(
-        KIND,
-        "warning",
-        [key for group in repeated for key in group],
+        KIND, "warning", [key for group in repeated for key in group],
         f"Layers hold the same weights: {listed}.",
         "all weights of two attention modules equal, and not those of every other layer",
         "Check the names in the conversion of weights: one layer was read twice.",
-    )
+    )  # fmt: skip
 
 
 def weights_of(modules: dict[str, nn.Module], name: str) -> list[Tensor]:

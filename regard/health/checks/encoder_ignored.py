@@ -1,7 +1,5 @@
 """Encoder ignored: another text for the encoder leaves the decoder's output as it is."""
 
-from __future__ import annotations
-
 import torch
 
 from regard.health.findings._finding import Finding
@@ -26,11 +24,9 @@ def check(trial: Trial) -> list[Finding]:
         return []
     cross = [key for key, one in trial.captured[1].items() if one.call.is_cross(key[0])]
     return trial.find(
-        KIND,
-        "critical",
-        cross,
+        KIND, "critical", cross,
         f"Another text for the encoder changes the decoder's output by {amount:.2g} of its size: it does not read it.",
         f"relative change < {LEAST:g}",
         "Check that cross-attention takes keys and values from the encoder's output (not from the decoder), that this "
         "output is not 0 or masked away, and that the cross-attention weights were loaded.",
-    )
+    )  # fmt: skip

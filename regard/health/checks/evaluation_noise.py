@@ -1,7 +1,5 @@
 """Random in evaluation: two equal forwards give different outputs, although the model is in evaluation mode."""
 
-from __future__ import annotations
-
 from regard.health.findings._finding import Finding
 from regard.health.probing.trial import Trial
 
@@ -13,11 +11,9 @@ def check(trial: Trial) -> list[Finding]:
     if not trial.noise > trial.tolerance:
         return []
     return trial.find(
-        KIND,
-        "warning",
-        [],
+        KIND, "warning", [],
         f"Two equal forwards in evaluation mode differ by {trial.noise:.2g} of the output's size.",
         f"relative difference > {trial.tolerance:g}",
         "Look for dropout that ignores the mode: F.dropout(x, p) needs training=self.training, and "
         "scaled_dot_product_attention drops whatever dropout_p it is given. Ignore this for Monte Carlo dropout.",
-    )
+    )  # fmt: skip

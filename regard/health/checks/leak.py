@@ -4,8 +4,6 @@ A model that predicts the next token may not see it. No mask need be understood:
 on are exchanged, and the first layer whose rows before the middle change is where the leak begins.
 """
 
-from __future__ import annotations
-
 from regard.health.findings._finding import Finding
 from regard.health.probing.probe import relative_change
 from regard.health.probing.trial import NotApplicable, Trial
@@ -24,15 +22,13 @@ def check(trial: Trial) -> list[Finding]:
         raise NotApplicable("nothing says that the model predicts the next token; pass causal=True if it does")
     key, where, remedy = locate(trial)
     return trial.find(
-        KIND,
-        "critical",
-        [key] if key else [],
+        KIND, "critical", [key] if key else [],
         f"Other tokens in the second half of the text change the output in the first half by {leak:.2g} of its size. "
         f"The leak begins {where}. The model must not see later tokens: {why}.",
         f"relative change of the earlier rows > {trial.tolerance:g}",
         f"{remedy} Losses measured with this leak are too low: in generation the later tokens are not there. Pass "
         "causal=False if the model may see them.",
-    )
+    )  # fmt: skip
 
 
 def locate(trial: Trial) -> tuple[tuple[str, int] | None, str, str]:

@@ -3,8 +3,6 @@
 If they differ, either text queries see padding keys, or padding on the left moves the positions of the text.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -25,7 +23,7 @@ def check(trial: Trial) -> list[Finding]:
     batch, padding, row = find_padded_row(trial)
     kept = (~padding[row]).nonzero().flatten()
     one = batch.select(torch.tensor([row], device=batch.ids.device))
-    alone = keep_columns(one, kept)
+    alone = one.map(lambda x: x[:, kept] if isinstance(x, Tensor) and x.shape[:2] == one.ids.shape else x)
     output, calls = trial.probe.capture(one)
     amount = relative_change(output[:, kept], trial.probe.run(alone))
     if amount <= LEAST:
@@ -33,24 +31,20 @@ def check(trial: Trial) -> list[Finding]:
     visible = [key for key, call in calls.items() if shows_padding(call, padding[row])]
     if visible:
         return trial.find(
-            SEEN,
-            "warning",
-            visible[:1],
+            SEEN, "warning", visible[:1],
             f"The same text without its padding gives outputs that differ by {amount:.2g} of their size, and text "
             "queries see padding keys.",
             f"relative change > {LEAST:g}, and a padding key visible to a text query",
             "Pass attention_mask (1 is text, 0 is padding) with the batch, and on to every attention call.",
-        )
+        )  # fmt: skip
     return trial.find(
-        MOVED,
-        "warning",
-        [],
+        MOVED, "warning", [],
         f"The same text without its padding gives outputs that differ by {amount:.2g} of their size, although no text "
         "query sees padding: the padding moves the text to other positions.",
         f"relative change > {LEAST:g}, no padding key visible to a text query",
         "Pad on the right, or pass position_ids that count from the first token of the text "
         "(attention_mask.cumsum(-1) - 1).",
-    )
+    )  # fmt: skip
 
 
 def find_padded_row(trial: Trial) -> tuple[TokenBatch, Tensor, int]:
@@ -68,17 +62,6 @@ def find_padded_row(trial: Trial) -> tuple[TokenBatch, Tensor, int]:
         if len(rows) and not batch.has_decoder:
             return batch, padding, int(rows[0])
     raise NotApplicable("no batch has padding")
-
-
-def keep_columns(batch: TokenBatch, columns: Tensor) -> TokenBatch:
-    """The batch with some of its columns."""
-    shape = batch.ids.shape
-
-    def pick(x):
-        return x[:, columns] if isinstance(x, Tensor) and x.shape[:2] == shape else x
-
-    named = {name: pick(x) for name, x in batch.named.items()}
-    return TokenBatch(tuple(map(pick, batch.args)), named, batch.key, None)
 
 
 def shows_padding(one: CapturedCall, padding: Tensor) -> bool:

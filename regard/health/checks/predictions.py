@@ -5,8 +5,6 @@ learned anything loses to. A model whose heads look untrained too and whose loss
 every model starts like this.
 """
 
-from __future__ import annotations
-
 import math
 
 from regard.health.findings._finding import Finding
@@ -31,15 +29,13 @@ def check(trial: Trial) -> list[Finding]:
     guessing = FRESH * reading.unigram < reading.mean < CONFIDENT * (reading.uniform or math.inf)
     untrained = guessing and bool(untrained_heads(trial.heads))
     return trial.find(
-        KIND,
-        "note" if untrained else "critical",
-        [],
+        KIND, "note" if untrained else "critical", [],
         describe(reading) + (" Its heads look untrained too." if untrained else ""),
         "loss of the next or masked token, 95 % interval, above that of the text's unigrams",
         "If it was trained, look for what is wrong outside the scores as well: token ids of another tokenizer, weights "
         "that were not loaded, positions, norms, the output layer; regard.compare(model, reference, batches) names the "
         "first layer that differs from a model that works. Or the text is not of the kind that it was trained on.",
-    )
+    )  # fmt: skip
 
 
 LEAST_TOKENS = 200

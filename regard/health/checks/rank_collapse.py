@@ -4,8 +4,6 @@ The measure is r = ‖V − v̄‖/‖V‖ over the tokens of a sequence, all he
 Attention without residual connections or MLPs converges to it with depth.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from regard.health.findings._finding import Finding
@@ -26,15 +24,13 @@ def check(trial: Trial) -> list[Finding]:
         return []
     first = collapsed[0]
     return trial.find(
-        KIND,
-        "warning",
-        collapsed,
+        KIND, "warning", collapsed,
         f"From {first[0] or 'the first layer'} on, all tokens have nearly the same values: they differ by "
         f"{min(spreads[key] for key in collapsed):.2g} of their size.",
         f"‖V − v̄‖/‖V‖ < {LEAST:g} (arXiv 2103.03404)",
         "Check that residual connections and norms are there and that one vector does not dominate the embedding; "
         "check the output projection of the layers before.",
-    )
+    )  # fmt: skip
 
 
 def spread(v: Tensor) -> float:

@@ -4,8 +4,6 @@ Each repair undoes one mistake in every layer: another scale, key or value heads
 rotary positions on one side only or shifted. In a sound model all of them raise the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -60,14 +58,12 @@ def check(trial: Trial) -> list[Finding]:
         return []
     _, repair, loss = min(best.values(), key=lambda one: one[0])
     return trial.find(
-        repair.kind,
-        "warning",
-        [],
+        repair.kind, "warning", [],
         f"{repair.meaning} With that undone in every layer, the loss falls from {float(own.mean()):.3g} to {loss:.3g}.",
         f"loss lower by more than {GAIN:.0%} ({ROTARY_GAIN:.0%} for rotations), 95 % interval below 0",
         "Compare the attention code with the one that the model was trained with, or use regard.compare(model, "
         "reference, batches).",
-    )
+    )  # fmt: skip
 
 
 def list_repairs(trial: Trial) -> list[Repair]:

@@ -5,8 +5,6 @@ must change q, k and v of the first layer at its own position, in every head; a 
 position must change the module's output there alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sequences mixed: one sequence of a batch changes the output of another, as attention over the batch axis does."""
 
-from __future__ import annotations
-
 from regard.health.findings._finding import Finding
 from regard.health.probing.probe import relative_change
 from regard.health.probing.trial import NotApplicable, Trial
@@ -30,11 +28,9 @@ def check(trial: Trial) -> list[Finding]:
         and relative_change(one.output[0], calls[key].output[0]) > trial.tolerance
     ]
     return trial.find(
-        KIND,
-        "critical",
-        keys[:1],
+        KIND, "critical", keys[:1],
         f"Other tokens in the second sequence of a batch change the output for the first by {amount:.2g} of its size.",
         f"relative change of another sequence > {trial.tolerance:g}",
         "Check which axis is the batch: nn.MultiheadAttention and nn.Transformer take (N, B, E) unless "
         "batch_first=True; scaled_dot_product_attention needs (B, H, N, d).",
-    )
+    )  # fmt: skip

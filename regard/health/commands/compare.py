@@ -1,7 +1,5 @@
 """regard compare A.json B.json: what differs between two reports, in the terminal and as one HTML file."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,12 +1,9 @@
 """regard demo: examine two stored models, one trained without 1/√d_k; then train one with it, without, and mended."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,14 +35,9 @@ def main(options: argparse.Namespace) -> int:
         model, notes = checkpoint(name)
         texts = batches(sample_text(), model.options["length"], 8)
         report = examine(
-            model,
-            texts,
-            CHANGES,
-            title=f"{name}, {description}",
-            progress=sys.stderr.isatty(),
-            tokenizer=CHARACTERS.__getitem__,
-            ablate=2.0,
-        )
+            model, texts, CHANGES, title=f"{name}, {description}", progress=sys.stderr.isatty(),
+            tokenizer=CHARACTERS.__getitem__, ablate=2.0,
+        )  # fmt: skip
         report.show()
         print(f"a stored model: trained for {notes['steps']} steps, validation loss {notes['validation_loss']}")
         reports.append(report)
@@ -63,11 +55,17 @@ def main(options: argparse.Namespace) -> int:
 
 def _show_trainings() -> None:
     """Trains one model three times, and prints what leaving 1/√d out costs and what the remedy recovers."""
-    trainings = train_three(sample_text())
-    rows = [[one.name, f"{one.loss:.3f}", f"{one.loss - trainings[0].loss:+.3f}"] for one in trainings]
+    ids = encode(sample_text())
+    losses = {
+        "with 1/√d": train(ids, "sqrt"),
+        "without 1/√d": train(ids, "none"),
+        "without 1/√d, under regard.using(model, scale='sqrt')": train(ids, "none", mended=True),
+    }
+    sound, *_ = losses.values()
+    rows = [[name, f"{loss:.3f}", f"{loss - sound:+.3f}"] for name, loss in losses.items()]
     title = f"\nthe cost in training: one small model, {STEPS} steps on the same text from the same start"
     Table(["training", "loss at the end", "difference"], rows, title, numbers=["loss at the end", "difference"]).show()
-    print(describe_gap(*(one.loss for one in trainings)))
+    print(describe_gap(*losses.values()))
 
 
 def describe_gap(sound: float, unscaled: float, mended: float) -> str:
@@ -84,25 +82,8 @@ def describe_gap(sound: float, unscaled: float, mended: float) -> str:
     ).replace("%", " %")
 
 
-class Training(NamedTuple):
-    """One training: what was different, and the loss after it."""
-
-    name: str
-    loss: float
-
-
-def train_three(text: str) -> list[Training]:
-    """Train one model with 1/√d, without it, and mended, each from one start on one text; about 2 s each."""
-    ids = encode(text)
-    return [
-        Training("with 1/√d", train(ids, "sqrt")),
-        Training("without 1/√d", train(ids, "none")),
-        Training("without 1/√d, under regard.using(model, scale='sqrt')", train(ids, "none", mended=True)),
-    ]
-
-
 def train(ids: Tensor, scale: str, mended: bool = False) -> float:
-    """The mean loss of the last steps."""
+    """The mean loss of the last steps of a training that takes about 2 s, from one start."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model = TinyLM(layers=2, heads=1, width=WIDTH, length=LENGTH, scale=scale)

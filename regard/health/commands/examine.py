@@ -1,7 +1,5 @@
 """regard examine MODEL: measure every attention head of a model, report problems, write one HTML file."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace
@@ -25,23 +23,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--text", metavar="FILE", help="text to run the model on; - is standard input (default: a built-in sample)"
     )
     parser.add_argument(
-        "--what-if",
-        metavar="CHANGE",
-        action="append",
-        default=[],
+        "--what-if", metavar="CHANGE", action="append", default=[],
         help=f"try a change of the scores: {', '.join(FORMS)}",
-    )
+    )  # fmt: skip
     parser.add_argument("--length", type=int, help="tokens per sequence (256, or the model's maximum)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per batch (4)")
     parser.add_argument("--limit", type=int, default=64, help="largest number of batches (64)")
     files.add_model_arguments(parser)
     parser.add_argument(
-        "--out",
-        metavar="PATH",
-        type=Path,
-        default=Path("report.html"),
+        "--out", metavar="PATH", type=Path, default=Path("report.html"),
         help="output file: .html, .json or .png (report.html)",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", metavar="PATH", type=Path, help="also write the JSON")
     parser.add_argument("--png", metavar="PATH", type=Path, help="also write the maps as a picture")
     parser.add_argument("--snapshot", metavar="PATH", type=Path, help="save progress here; resume from it if it exists")
@@ -78,29 +70,16 @@ def main(options: argparse.Namespace) -> int:
     ranks, subject = torchrun.join_group(options.timeout), None
     try:
         subject = load(
-            options.model,
-            None if options.text is None else files.read_text(options.text),
-            length=options.length,
-            batch=options.batch,
-            limit=options.limit,
-            device=torchrun.local_device(options.device),
-            dtype=options.dtype,
-            pickle=options.allow_pickle,
-            missing=options.allow_missing,
-        )
+            options.model, None if options.text is None else files.read_text(options.text), length=options.length,
+            batch=options.batch, limit=options.limit, device=torchrun.local_device(options.device), dtype=options.dtype,
+            pickle=options.allow_pickle, missing=options.allow_missing,
+        )  # fmt: skip
         report = examine(
-            subject.model,
-            subject.batches,
-            options.what_if,
-            title=subject.title,
-            progress=sys.stderr.isatty() and torchrun.is_first_rank(),
-            group=ranks,
-            snapshot=options.snapshot,
-            tokenizer=subject.tokenizer,
-            checks=not options.no_checks,
-            ablate=not options.no_ablation,
+            subject.model, subject.batches, options.what_if, title=subject.title,
+            progress=sys.stderr.isatty() and torchrun.is_first_rank(), group=ranks, snapshot=options.snapshot,
+            tokenizer=subject.tokenizer, checks=not options.no_checks, ablate=not options.no_ablation,
             predictor=subject.predictor,
-        )
+        )  # fmt: skip
     except Exception as error:  # whatever the model, its folder or its function raises: one line
         on = f" on {subject.notes['input']}" if subject else ""
         files.print_error("examine", files.describe_failure(error, f"{options.model!r} failed{on}"))

@@ -1,7 +1,5 @@
 """Inputs and outputs of the commands: the device, the text, the files written, and why one of them failed."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os
@@ -102,5 +100,4 @@ def report_failure(command: str, error: Exception, path: Path | None) -> int:
 
 
 def print_error(command: str, *messages: str) -> None:
-    """Print one line on standard error."""
     print(f"regard {command}: {printable('; '.join(messages))}", file=sys.stderr)

@@ -1,7 +1,5 @@
 """regard look MODEL: which tokens the heads of a model look at, on one text."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path
@@ -42,25 +40,14 @@ def main(options: argparse.Namespace) -> int:
     try:
         is_file = options.text is not None and os.path.isfile(options.text)
         subject = load(
-            options.model,
-            files.read_text(options.text) if is_file else options.text,
-            length=options.length,
-            batch=1,
-            limit=1,
-            device=options.device,
-            dtype=options.dtype,
-            pickle=options.allow_pickle,
-        )
+            options.model, files.read_text(options.text) if is_file else options.text, length=options.length, batch=1,
+            limit=1, device=options.device, dtype=options.dtype, pickle=options.allow_pickle,
+        )  # fmt: skip
         batch = next(iter(subject.batches))
         seen = look(
-            subject.model,
-            batch,
-            layer=layer,
-            head=options.head,
-            rows=rows,
-            top=options.top,
+            subject.model, batch, layer=layer, head=options.head, rows=rows, top=options.top,
             tokenizer=subject.tokenizer,
-        )
+        )  # fmt: skip
         if options.out is not None:
             seen.save(options.out)
     except Exception as error:  # whatever the model or its folder raises: one line

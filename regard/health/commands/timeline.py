@@ -1,7 +1,5 @@
 """regard timeline RUN.jsonl: what a monitor saw during training, as one HTML file."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -36,7 +36,8 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             "context_parallel: an encoder-decoder has two sequences; use regard.parallel.attention inside it"
         )
-    inner = _unwrap(model)
+    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())  # inside data parallel, adapters, compile
+    inner = next((module for module in model.modules() if isinstance(module, kind)), model)
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         raise ValueError(
             f"context_parallel: {type(inner).__name__} takes no position_ids: it would count each shard from 0"
@@ -159,12 +160,6 @@ def has_bias(call: Call) -> bool:
     if call.mask is None or not call.mask.is_floating_point():
         return False
     return bool(((call.mask != 0) & (call.mask > torch.finfo(call.mask.dtype).min / 2)).any())
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    """Returns the model of transformers inside its wrappers (data parallel, adapters, compile), or the model itself."""
-    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
-    return next((module for module in model.modules() if isinstance(module, kind)), model)
 
 
 def _configs(model: nn.Module) -> list:

@@ -67,7 +67,6 @@ class Rounds:
         return SnapshotError(f"snapshot {str(self.path)!r} is of another examination ({why}); remove it")
 
     def is_mine(self, number: int) -> bool:
-        """True if this rank runs the batch."""
         return number >= self.start and (number - self.start) % self.world == self.rank
 
     def end_batch(self, number: int) -> None:
@@ -132,7 +131,6 @@ class Rounds:
         return list(self.merged.values())
 
     def _gather(self, sent: Any, number: int) -> list[Any]:
-        """Returns what every rank sent."""
         if self.line is None or self.world == 1:
             return [sent]
         everyone = [None] * self.world
@@ -195,13 +193,11 @@ class Rounds:
 def _on_host(layer: Layer) -> Layer:
     """Returns a copy of a layer whose readings are on the CPU."""
     return replace(
-        layer,
-        reading=None if layer.reading is None else layer.reading.cpu(),
+        layer, reading=None if layer.reading is None else layer.reading.cpu(),
         what_if={name: reading.cpu() for name, reading in layer.what_if.items()},
-        gates=None if layer.gates is None else layer.gates.cpu(),
-        refused=dict(layer.refused),
+        gates=None if layer.gates is None else layer.gates.cpu(), refused=dict(layer.refused),
         anomalies=set(layer.anomalies),
-    )
+    )  # fmt: skip
 
 
 def _add_layer(merged: dict[tuple[str, int], Layer], layer: Layer) -> None:

@@ -27,9 +27,7 @@ from regard.parallel.layout import shard, unshard
 from regard.parallel.sharded import attention
 
 SHARDED = ("input_ids", "inputs_embeds", "token_type_ids")  # along their dimension 1
-GATHERED = dict(
-    logits=3, last_hidden_state=3, start_logits=2, end_logits=2
-)  # outputs that are gathered, and their dimensions
+GATHERED = dict(logits=3, last_hidden_state=3, start_logits=2, end_logits=2)  # outputs, and their dimensions
 HINT = dict(pooler_output="; make the model with add_pooling_layer=False")
 
 
@@ -64,7 +62,6 @@ class ModelShards:
         ]
 
     def stop(self) -> None:
-        """Removes the hooks."""
         for hook in self.hooks:
             hook.remove()
 

@@ -92,13 +92,9 @@ def places_in(layers: Iterable[Layer]) -> list[tuple[HeadPlace, None]]:
 
 
 def make_finding(
-    kind: str,
-    severity: str,
-    found: Sequence[tuple[Head | HeadPlace, float | None]],
-    evidence: str,
-    threshold: str,
+    kind: str, severity: str, found: Sequence[tuple[Head | HeadPlace, float | None]], evidence: str, threshold: str,
     remedy: str,
-) -> list[Finding]:
+) -> list[Finding]:  # fmt: skip
     """[Finding] about the (head, number) pairs, or [] if there are none.
 
     In `evidence`, "{range}" stands for the smallest to the largest number, "{percent}" for the same in per cent.
@@ -181,9 +177,13 @@ def variances(members: Heads) -> tuple[float, float]:
 def is_from_norms(members: Heads, ratio: float = NORM_RATIO) -> bool:
     """True if q and k of these norms, in unrelated directions, would have the layer's variance."""
     measured, predicted = variances(members)
+    return measured < ratio * predicted * mean_key_share(members) and not math.isnan(members[0].predicted_variance)
+
+
+def mean_key_share(members: Heads) -> float:
+    """E(1 − 1/n), because n keys vary less than many."""
     gain, gain_ratio = median_of(members, "gradient_gain"), median_of(members, "gain_ratio")
-    few_keys = min(gain / gain_ratio, 1.0) if gain_ratio > 0.0 else 1.0  # E(1 − 1/n): n keys vary less than many
-    return measured < ratio * predicted * few_keys and not math.isnan(members[0].predicted_variance)
+    return min(gain / gain_ratio, 1.0) if gain_ratio > 0.0 else 1.0
 
 
 def is_from_bias(members: Heads) -> bool:

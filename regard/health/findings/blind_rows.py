@@ -21,12 +21,10 @@ def find_in_layers(layers: Layers) -> list[Finding]:
             if empty:
                 found.append((HeadPlace(layer.name, layer.index, head), empty / (empty + others)))
     return make_finding(
-        KIND,
-        "warning",
-        found,
+        KIND, "warning", found,
         "{percent} of the rows that are not padding see no key. No statistic counts them; the model's output there is "
         "0, NaN or, with a finite mask, the mean of all values.",
         "any row without a visible key whose query is not padding",
         "Check whether the mask is inverted (True shows a key to scaled_dot_product_attention and hides it from "
         "nn.MultiheadAttention), shifted, or made for other lengths.",
-    )
+    )  # fmt: skip

@@ -18,11 +18,9 @@ def find(heads: Heads) -> list[Finding]:
             if high < RATIO:
                 found.append((head, high))
     return make_finding(
-        KIND,
-        "critical",
-        found,
+        KIND, "critical", found,
         "Nearly every row puts all its weight on one key: the 95th percentile of the entropy ratio is {range}.",
         f"95th percentile of entropy_ratio < {RATIO} (entropy collapse, arXiv 2303.06296)",
         "If it happened in training, go back to a checkpoint from before; train with warm-up and QK-norm from the "
         "start, or with a soft cap (try what_if=['qk_norm', 'softcap=30']). Later remedies recover only a part.",
-    )
+    )  # fmt: skip

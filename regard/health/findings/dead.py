@@ -5,7 +5,6 @@ projection's columns for the head are 0. Causes: pruning, a wrong slice in a wei
 gradient, a missing initialisation. No statistic of the weights shows it.
 """
 
-from collections.abc import Sequence
 from statistics import median
 
 from regard.health.findings._finding import Finding, HeadPlace, Layers, make_finding
@@ -30,43 +29,39 @@ def find_in_layers(layers: Layers) -> list[Finding]:
     zero, zero_layer = _find_zero_columns(measured)
     return [
         *make_finding(
-            KIND,
-            "warning",
-            equal,
+            KIND, "warning", equal,
             *VALUES,
             "Check the value projection of these heads for zeros left by pruning, weight conversion or weight decay; "
             "reinitialise it, or remove the heads.",
         ),
         *make_finding(
-            KIND,
-            "warning",
-            zero,
+            KIND, "warning", zero,
             *COLUMNS,
             "Check the output projection for zeros left by pruning, weight conversion or weight decay; reinitialise "
             "these columns, or remove the heads.",
         ),
         *make_finding(
-            KIND,
-            "note",
-            repeated_text,
+            KIND, "note", repeated_text,
             *VALUES,
             "Text of one repeated token does this: examine other text. Otherwise the value projection's weights are 0 "
             "and only its bias is left.",
         ),
         *make_finding(
-            KIND,
-            "note",
-            zero_layer,
+            KIND, "note", zero_layer,
             *COLUMNS,
             "Some models start like this, with output projections of 0. Otherwise this layer's attention is off.",
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _find_equal_values(layers: Layers) -> tuple[list, list]:
     """Heads whose values are equal: (in single heads, in all heads of a layer and not 0, as repeated text does)."""
     found: tuple[list, list] = ([], [])
-    suspected = [(layer, heads) for layer in layers if (heads := _heads_of_equal_values(layer.values))]
+    suspected = []
+    for layer in layers:
+        usual = median(size for _, size in layer.values) if layer.values else 0.0
+        heads = [head for head, (spread, size) in enumerate(layer.values) if spread <= SAME * max(size, usual)]
+        suspected += [(layer, heads)] if heads else []
     readings = fetch_readings([layer.reading for layer, _ in suspected if layer.reading is not None])
     for (layer, heads), reading in zip(suspected, readings, strict=True):
         from_text = len(heads) == layer.heads and all(size > 0.0 for _, size in layer.values)
@@ -74,12 +69,6 @@ def _find_equal_values(layers: Layers) -> tuple[list, list]:
         places = [(HeadPlace(layer.name, layer.index, head), layer.values[head][0]) for head in heads]
         found[from_text].extend(place for place in places if judged[place[0].head])
     return found
-
-
-def _heads_of_equal_values(values: Sequence[tuple[float, float]]) -> list[int]:
-    """`values` has per head (largest difference, largest size)."""
-    usual = median(size for _, size in values) if values else 0.0
-    return [head for head, (difference, size) in enumerate(values) if difference <= SAME * max(size, usual)]
 
 
 def _find_zero_columns(layers: Layers) -> tuple[list, list]:

@@ -16,7 +16,7 @@ from regard.health.findings._finding import (
     is_from_norms,
     make_finding,
     median_of,
-)
+)  # fmt: skip
 
 KIND = "diffuse"
 MEAN, LOW = 0.99, 0.98
@@ -58,19 +58,15 @@ def find_warnings(heads: Heads) -> list[Finding]:
 
 
 def name_remedy(found: list[tuple[Head, float]]) -> str:
-    """The remedy, with the temperature that these heads need."""
-    return REMEDY.format(f"{unit_temperature([head for head, _ in found]):.2g}")
-
-
-def unit_temperature(heads: Heads) -> float:
-    """The temperature that brings the median logit variance of these heads to 1, 0.01 at least."""
-    return max(median_of(heads, "logit_variance") ** 0.5, 0.01) if heads else 0.5
+    """The remedy, with the temperature that brings the median logit variance of these heads to 1, 0.01 at least."""
+    heads = [head for head, _ in found]
+    return REMEDY.format(f"{max(median_of(heads, 'logit_variance') ** 0.5, 0.01) if heads else 0.5:.2g}")
 
 
 def is_diffuse(head: Head) -> bool:
     if not head.can_be_judged or head.statistics.mean("entropy_ratio") <= MEAN:
         return False
-    return head.statistics.min("entropy_ratio") > LOW or head.statistics.quantile("entropy_ratio", 0.05) > LOW
+    return head.statistics.min("entropy_ratio") > LOW or head.statistics["entropy_ratio"].quantile(0.05) > LOW
 
 
 def untrained_heads(heads: Heads) -> list[Head]:

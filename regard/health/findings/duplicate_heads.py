@@ -23,10 +23,8 @@ def find(heads: Heads) -> list[Finding]:
     pairs = sorted({(head.index, *sorted((head.head, twin))) for head in found for twin in head.twins})
     listed = [f"layer {index} heads {a} and {b}" for index, a, b in pairs[:LISTED]] + ["…"] * (len(pairs) > LISTED)
     return make_finding(
-        KIND,
-        "warning",
-        [(head, len(head.twins)) for head in found],
+        KIND, "warning", [(head, len(head.twins)) for head in found],
         f"Two heads have the same distribution in every row: {', '.join(listed)}.",
         f"squared difference < {TWINS:g} of the rows' variance in each of four features",
         "Remove one of each pair, or check that their weights were not tied or initialised alike.",
-    )
+    )  # fmt: skip

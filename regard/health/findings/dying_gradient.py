@@ -20,11 +20,9 @@ def find(heads: Heads) -> list[Finding]:
             if share > SHARE:
                 found.append((head, share))
     return make_finding(
-        KIND,
-        "critical" if any(share > CRITICAL_SHARE for _, share in found) else "warning",
-        found,
+        KIND, "critical" if any(share > CRITICAL_SHARE for _, share in found) else "warning", found,
         f"On {{percent}} of the rows the gradient gain is below {GAIN:g} of a uniform row's.",
         f"gradient gain < {GAIN:g} of a uniform row's on more than {SHARE:.0%} of the rows",
         "Make rows less one-hot during training: check the 1/√d scale, add QK-norm or a soft cap, or start with a "
         "temperature above 1 and lower it later.",
-    )
+    )  # fmt: skip

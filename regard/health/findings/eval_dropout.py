@@ -12,12 +12,10 @@ DROPS = "drops"  # the entry of `Layer.anomalies` that the recorder sets
 
 def find_in_layers(layers: Layers) -> list[Finding]:
     return make_finding(
-        KIND,
-        "warning",
-        places_in(layer for layer in layers if DROPS in layer.anomalies),
+        KIND, "warning", places_in(layer for layer in layers if DROPS in layer.anomalies),
         "Weights are dropped at random in evaluation mode. The statistics describe the weights before dropout; the "
         "inputs of later layers are affected by it.",
         "dropout_p > 0 in a call of a module in evaluation mode",
         "Pass dropout_p=self.p if self.training else 0.0, because scaled_dot_product_attention does not know the mode. "
         "Ignore this for Monte Carlo dropout.",
-    )
+    )  # fmt: skip

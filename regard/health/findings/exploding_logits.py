@@ -6,7 +6,7 @@ machine ε has steps of ε·L: from L = 1/ε on, logits that differ by 1 are the
 
 import torch
 
-from regard.health.findings._finding import LOGIT_LIMIT, Finding, Head, Heads, make_finding
+from regard.health.findings._finding import LOGIT_LIMIT, Finding, Heads, make_finding
 
 KIND = "exploding logits"
 DIVERGED = 1e4
@@ -18,20 +18,15 @@ def critical_limit(dtype: str) -> float:
     return min(DIVERGED, 1.0 / torch.finfo(kind).eps) if isinstance(kind, torch.dtype) else DIVERGED
 
 
-def largest_logit(head: Head) -> float:
-    """The largest |max_logit| of a row: far below zero a dtype is as coarse as far above."""
-    return max(head.statistics.max("max_logit"), -head.statistics.min("max_logit"))
-
-
 def find(heads: Heads) -> list[Finding]:
-    found = [(head, logit) for head in heads if (logit := largest_logit(head)) > LOGIT_LIMIT]
+    # of |max_logit|, because far below zero a dtype is as coarse as far above
+    logits = ((head, max(head.statistics.max("max_logit"), -head.statistics.min("max_logit"))) for head in heads)
+    found = [(head, logit) for head, logit in logits if logit > LOGIT_LIMIT]
     return make_finding(
-        KIND,
-        "critical" if any(logit > critical_limit(head.dtype) for head, logit in found) else "warning",
-        found,
+        KIND, "critical" if any(logit > critical_limit(head.dtype) for head, logit in found) else "warning", found,
         "The largest logit of a row reaches {range} in absolute value.",
         f"|max_logit| > {LOGIT_LIMIT:g} (QK-clip, Kimi K2); critical > {DIVERGED:g} (arXiv 2309.14322) or 1/ε of the "
         "dtype",
         "Bound q·k with QK-norm, a soft cap (try what_if=['softcap=50', 'qk_norm']) or QK-clip; lower the learning "
         "rate; compute scores in float32.",
-    )
+    )  # fmt: skip

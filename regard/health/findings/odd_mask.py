@@ -24,46 +24,40 @@ class Pattern(NamedTuple):
 
 PATTERNS = {
     "padding": Pattern(
-        PADDING,
-        "warning",
+        PADDING, "warning",
         "Text queries see keys that the batch's attention_mask marks as padding.",
         "any padding key visible to a text query",
         "Pass attention_mask on to the attention call (attn_mask, key_padding_mask), or use batches without padding.",
     ),
     "ahead": Pattern(
-        OFF,
-        "warning",
+        OFF, "warning",
         "Every query sees the key after it: a model that predicts the next token can read it.",
         "query i sees exactly the keys j ≤ i + 1",
         "Build the mask with tril(), diagonal 0, or use is_causal=True. Ignore this if the model may look one token "
         "ahead.",
     ),
     "behind": Pattern(
-        OFF,
-        "note",
+        OFF, "note",
         "Every query sees the keys before it but not its own; the first query sees none.",
         "query i sees exactly the keys j ≤ i − 1",
         "Build the mask with tril(), diagonal 0, or use is_causal=True. Ignore this if tokens must not see themselves.",
     ),
     "after": Pattern(
-        INVERTED,
-        "warning",
+        INVERTED, "warning",
         "Every query sees only the keys after it; the last query sees none: an inverted causal mask.",
         "query i sees exactly the keys j > i",
         "Use ~mask or is_causal=True: True shows a key to scaled_dot_product_attention and hides it from "
         "nn.MultiheadAttention. Ignore this if tokens may see only what follows.",
     ),
     "from": Pattern(
-        INVERTED,
-        "warning",
+        INVERTED, "warning",
         "Every query sees itself and only the keys after it: a transposed causal mask.",
         "query i sees exactly the keys j ≥ i",
         "Show the lower triangle (tril()) and hide the upper one (triu(1)), or use is_causal=True. Ignore this if the "
         "model reads from right to left.",
     ),
     "added": Pattern(
-        ADDED,
-        "warning",
+        ADDED, "warning",
         "The mask is a float mask of 1 and 0 in the shape of a causal or padding mask. It is added to the scores and "
         "hides no key.",
         "an additive mask of only 1 and 0, causal or one-sided in shape",
@@ -71,21 +65,19 @@ PATTERNS = {
         "or −inf where keys must be hidden. Ignore this if it is meant as a bias.",
     ),
     "corner": Pattern(
-        CORNER,
-        "warning",
+        CORNER, "warning",
         "is_causal=True with fewer queries than keys: torch aligns the first ones, so query i sees only keys 0 to i.",
         "is_causal in self-attention with fewer queries than keys, the later keys not all 0",
         "After cached keys, pass no mask for one query, or torch.nn.attention.bias.causal_lower_right(queries, keys) "
         "for several. Ignore this if the queries belong to the first keys.",
     ),
     "text": Pattern(
-        INVERTED,
-        "warning",
+        INVERTED, "warning",
         "The batch's attention_mask shows only one token id, as padding has, and hides the text.",
         "all visible tokens have one id, the hidden ones three or more",
         "Pass 1 - attention_mask: 1 is text, 0 is padding. These statistics are those of the padding.",
     ),
-}
+}  # fmt: skip
 
 
 def find_in_layers(layers: Layers) -> list[Finding]:

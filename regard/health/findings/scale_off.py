@@ -18,7 +18,7 @@ from regard.health.findings._finding import (
     group_by_layer,
     make_finding,
     variances,
-)
+)  # fmt: skip
 
 KIND = "scale off"
 LARGE, UNSURE = 8.0, 3.0  # variance of a layer with a large scale: a warning above, and a note
@@ -49,25 +49,19 @@ def find(heads: Heads) -> list[Finding]:
             (low if scale < 1.0 / LARGE_SCALE else small_norms).extend(below)
     return [
         *make_finding(
-            KIND,
-            "warning",
-            high,
+            KIND, "warning", high,
             EVIDENCE + f"the scale is too large: it is {name_scale(high)}.",
             f"scale > {LARGE_SCALE:g}/√d and logit variance of the layer, measured and predicted, > {LARGE:g}",
             "Check that scores are multiplied by 1/√d exactly once; try what_if=['scale=sqrt', 'qk_norm'].",
         ),
         *make_finding(
-            KIND,
-            "warning",
-            others,
+            KIND, "warning", others,
             f"The scale of these layers differs from that of the others: it is {name_scale(others)}.",
             "a scale that fewer than half of the layers of one head width have, while the others agree",
             "Check that every layer multiplies its scores by the same scale, 1/√d.",
         ),
         *make_finding(
-            KIND,
-            "note",
-            unsure,
+            KIND, "note", unsure,
             f"The logit variance is {{range}}, where 1/√d aims at 1, and the call's scale is too large if nothing else "
             f"scales the queries: it is {name_scale(unsure)}.",
             f"scale > {LARGE_SCALE:g}/√d and logit variance of the layer, measured and predicted, > {UNSURE:g}",
@@ -75,33 +69,27 @@ def find(heads: Heads) -> list[Finding]:
             "reach such variances.",
         ),
         *make_finding(
-            KIND,
-            "warning",
-            low,
+            KIND, "warning", low,
             EVIDENCE + f"the scale is too small: it is {name_scale(low)}.",
             f"scale < 1/({LARGE_SCALE:g}·√d) and logit variance of the layer, measured and predicted, < 1/32",
             "Check that scores are not divided twice (1/d for 1/√d); try what_if=['scale=sqrt'].",
         ),
         *make_finding(
-            KIND,
-            "note",
-            small_norms,
+            KIND, "note", small_norms,
             EVIDENCE + "queries and keys are too small, or already scaled." + describe_large_scale(small_norms),
             "logit variance of the layer, measured and predicted, < 1/32; the call's scale is not small",
             "A model freshly initialised with small weights starts like this. Otherwise check that queries are not "
             "multiplied by 1/√d before a call that does so too. The finding `diffuse` names a temperature to try.",
         ),
         *make_finding(
-            KIND,
-            "warning",
-            grown,
+            KIND, "warning", grown,
             EVIDENCE + "the norms of q and k have grown, so that the scale is too large for them.",
             f"logit variance of a layer, measured and predicted, > {GROWN:g}, or of one head > {GROWN_HEAD:g}; the "
             f"scale is below {LARGE_SCALE:g}/√d",
             "Go back to a checkpoint from before the norms grew; train with warm-up, a lower rate and QK-norm from the "
             "start. On this model try what_if=['qk_norm'] or regard.qk_clip.",
         ),
-    ]
+    ]  # fmt: skip
 
 
 def describe_large_scale(found: list) -> str:

@@ -11,11 +11,10 @@ SHUT = 0.98
 
 
 def find(heads: Heads) -> list[Finding]:
+    found = [(head, head.gate_near_zero) for head in heads if head.can_be_judged and head.gate_near_zero > SHUT]
     return make_finding(
-        KIND,
-        "note",
-        [(head, head.gate_near_zero) for head in heads if head.can_be_judged and head.gate_near_zero > SHUT],
+        KIND, "note", found,
         f"The output gate is below {NEAR_ZERO:g} in {{percent}} of its numbers.",
         f"share of gates below {NEAR_ZERO:g} > {SHUT} (trained gates have means around 0.1, arXiv 2505.06708)",
         "Harmless if intended. Otherwise examine other text, start the gate's bias higher, or prune the head.",
-    )
+    )  # fmt: skip

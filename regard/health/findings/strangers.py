@@ -16,9 +16,9 @@ from regard.health.findings._finding import (
     group_by_layer,
     is_from_bias,
     make_finding,
-    median_of,
+    mean_key_share,
     variances,
-)
+)  # fmt: skip
 
 KIND = "q and k are strangers"
 STRANGERS, USUAL = 1.15, 2.0  # ratio of a layer, and of the model's median layer
@@ -33,28 +33,19 @@ def find(heads: Heads) -> list[Finding]:
         return []
     found = [(head, ratio) for members, ratio in layers if ratio < STRANGERS for head in members]
     return make_finding(
-        KIND,
-        "warning",
-        found,
+        KIND, "warning", found,
         "The logit variance is {range} times what the norms of q and k alone predict, while in the model's other "
         "layers they agree: here q and k do not belong together, or the layer never learned.",
         f"measured over predicted logit variance of a layer < {STRANGERS:g}, of the median layer > {USUAL:g}",
         "Check how this layer's weights were loaded: heads rolled or sharded in another order, a stacked q, k, v "
         "matrix read in another order, or a layer left at its random start.",
-    )
+    )  # fmt: skip
 
 
 def agreement(members: Heads) -> float | None:
     """Measured over predicted logit variance, medians over a layer's heads; None if it says nothing."""
     measured, predicted = variances(members)
-    if (
-        not predicted > 0.0
-        or measured < LEAST_VARIANCE
-        or any(head.predicted_variance != head.predicted_variance for head in members)
-    ):
+    is_known = predicted > 0.0 and all(head.predicted_variance == head.predicted_variance for head in members)
+    if not is_known or measured < LEAST_VARIANCE or is_from_bias(members):
         return None
-    if is_from_bias(members):
-        return None
-    gain, gain_ratio = median_of(members, "gradient_gain"), median_of(members, "gain_ratio")
-    few_keys = min(gain / gain_ratio, 1.0) if gain_ratio > 0.0 else 1.0  # E(1 − 1/n): n keys vary less than many
-    return measured / (predicted * few_keys)
+    return measured / (predicted * mean_key_share(members))

@@ -25,7 +25,7 @@ def attention_directly(call: Call) -> tuple[Tensor, Statistics] | None:
     q, k, v = call.q.detach(), call.k.detach(), call.v.detach()
     if not (is_plain(call) and q.dtype == k.dtype == v.dtype and q.numel() and k.numel() and v.numel()):
         return None
-    if not has_equal_batches(call) or q.shape[1] % k.shape[1] or torch.is_autocast_enabled("cuda"):
+    if q.shape[1] % k.shape[1] or torch.is_autocast_enabled("cuda"):
         return None
     if max(q.shape[-1], v.shape[-1]) > widest(q.device, q.element_size()):
         return None
@@ -39,19 +39,13 @@ def attention_directly(call: Call) -> tuple[Tensor, Statistics] | None:
     return result.o, Statistics.of_stacked(result.stats, NAMES, NAMES, problem.choice)
 
 
-def has_equal_batches(call: Call) -> bool:
-    """True if q, k and v have as many sequences, so that none has to be broadcast."""
-    return call.q.shape[0] == call.k.shape[0] == call.v.shape[0]
-
-
 def is_plain(call: Call) -> bool:
-    """True for softmax without a mask, with a scale that is a number or None; causal order and dropout aside."""
-    scale = call.options.get("scale")
+    """True for softmax of equal batches without a mask, the scale a number or None; causal order and dropout aside."""
+    if call.mask is not None or not call.q.shape[0] == call.k.shape[0] == call.v.shape[0]:
+        return False
     others = (value for name, value in call.options.items() if name not in ("scale", "normalizer"))
-    softmax = call.options.get("normalizer") in (None, "softmax")
-    return (
-        call.mask is None and softmax and isinstance(scale, (int, float, type(None))) and all(x is None for x in others)
-    )
+    has_number = isinstance(call.options.get("scale"), (int, float, type(None)))
+    return has_number and call.options.get("normalizer") in (None, "softmax") and all(x is None for x in others)
 
 
 @cache

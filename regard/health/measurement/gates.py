@@ -1,9 +1,5 @@
 """Sums over an output gate σ(g), per head: how many numbers, their sum, how many are near 0."""
 
-from __future__ import annotations
-
-import math
-
 import torch
 from torch import Tensor
 
@@ -37,11 +33,3 @@ def gate_sums(gates: Tensor, rows: Tensor | None) -> Tensor:
     gates = gates.detach().double()
     counts = torch.ones_like(gates) if rows is None else rows[:, None, :, None].expand(gates.shape).double()
     return torch.stack([x.sum((0, 2, 3)) for x in (counts, counts * gates, counts * (gates < NEAR_ZERO))])
-
-
-def gate_numbers(sums: Tensor | None, head: int) -> tuple[float, float]:
-    """Returns (mean gate, share near 0) of a head; NaN without a gate."""
-    if sums is None or not float(sums[0, head]):
-        return math.nan, math.nan
-    count, total, near = sums[:, head].tolist()
-    return total / count, near / count

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numbers
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import Call
-from regard.health.measurement.side_stream import HostCopies
+from regard.health.measurement.side_stream import copy_to_host
 from regard.health.readings.layer_reading import LayerReading, parts_of
 from regard.nn.projections import output_weight
 from regard.scores import resolve_scale
@@ -24,13 +24,9 @@ SAMPLED_ROWS = 64  # of a long call, on which the outputs are compared
 SERIAL_ROWS = 4096  # up to so many rows of a head are compared by one program of the GPU
 SAMPLED_KEYS = 1024  # rows and keys whose norms are taken, at least
 NOTHING = 1e-6  # of the layer's largest output column: what counts as 0
-# largest relative difference of one head's rebuilt output, as the square root of the sums of squares
-TOLERANCE = {
-    torch.float64: 1e-5,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}  # float64: with a softmax in float32
+# largest relative difference of one head's rebuilt output, as the square root of the sums of squares; in float64 models
+# the softmax may be in float32
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 GPU_FLOAT32 = 5e-3  # products in TF32
 NOT_FINITE = "its output is not finite"
 
@@ -49,14 +45,10 @@ def tolerance(dtype: torch.dtype, device: torch.device) -> float:
     return GPU_FLOAT32 if (dtype, device.type) == (torch.float32, "cuda") else TOLERANCE[dtype]
 
 
-def sampled_rows(q: Tensor) -> Tensor:
-    """Returns the indices of 64 rows spread over a long call."""
-    return _spread_evenly(q.shape[2], SAMPLED_ROWS, q.device)
-
-
 @lru_cache(maxsize=8)
-def _spread_evenly(length: int, count: int, device: torch.device) -> Tensor:
-    return torch.linspace(0, length - 1, count).round().long().to(device)
+def sampled_rows(length: int, device: torch.device) -> Tensor:
+    """Returns the indices of 64 rows spread over a long call."""
+    return torch.linspace(0, length - 1, SAMPLED_ROWS).round().long().to(device)
 
 
 def relative_difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
@@ -151,19 +143,15 @@ def add_norms(flat: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     The B sequences of a layer follow one another in q [L·B, H, M, D], k and v.
     """
     layers, heads = len(flat), q.shape[1]
-    sums = [_sum_norms(x, layers, heads) for x in (q, k, v)]
+    sums = []  # [L, H] of each, in float32
+    for x in (q, k, v):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float().unflatten(0, (layers, -1)).sum((1, 3))
+        sums.append(norms.repeat_interleave(heads // norms.shape[1], 1) if norms.shape[1] != heads else norms)
     (begin, end, shape), (at, _, _) = (parts_of(heads)[name] for name in ("norms", "norm_rows"))
     flat[:, begin:end].view(layers, *shape).add_(torch.stack(sums, 1))
     for offset, x in enumerate((q, k)):
         flat[:, at + offset] += x.shape[0] // layers * x.shape[2]
-
-
-def _sum_norms(x: Tensor, layers: int, heads: int) -> Tensor:
-    """Returns the sums of ‖x‖ over the rows of each layer and query head, [L, H], in float32."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).float()
-    sums = norms.unflatten(0, (layers, -1)).sum((1, 3))
-    return sums if sums.shape[1] == heads else sums.repeat_interleave(heads // sums.shape[1], 1)
 
 
 def value_spread(v: Tensor, layers: int = 1) -> Tensor:
@@ -207,11 +195,12 @@ class OutputColumns:
         once = [layer for layer in layers if layer.reading is not None and calls[layer.name] == 1]
         self.compute(once)
         known = [(layer, columns) for layer in once if (columns := self._columns[layer.name]) is not None]
-        copies = HostCopies()
-        for layer, columns in known:
-            copies.add(columns, partial(_mark_unused, layer))
-        copies.start()
-        copies.finish()
+        host = [columns for _, columns in known]
+        if any(columns.is_cuda for columns in host):
+            host = copy_to_host(host)
+        for (layer, _), columns in zip(known, host, strict=True):
+            largest = columns.view(layer.heads, -1).amax(1)
+            layer.unused_heads = (largest <= NOTHING * largest.amax()).nonzero().flatten().tolist()
 
     def _largest(self, layer: Layer) -> Tensor | None:
         """Returns the largest entry of each column, [H·E]; None if the projection is not found or has another width."""
@@ -221,8 +210,3 @@ class OutputColumns:
         if weight is None or weight.is_meta or weight.shape[1] != layer.heads * layer.value_dim:
             return None
         return torch.linalg.vector_norm(weight.detach(), torch.inf, dim=0)
-
-
-def _mark_unused(layer: Layer, columns: Tensor) -> None:
-    largest = columns.view(layer.heads, -1).amax(1)
-    layer.unused_heads = (largest <= NOTHING * largest.amax()).nonzero().flatten().tolist()

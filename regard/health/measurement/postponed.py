@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.measurement import norms
-from regard.health.measurement.direct_call import has_equal_batches, is_plain, stack_statistics
+from regard.health.measurement.direct_call import is_plain, stack_statistics
 from regard.health.measurement.recorder import BatchReading
 from regard.health.readings.layer_reading import LayerReading, empty_sums, parts_of
 from regard.scores import resolve_scale
@@ -32,13 +32,7 @@ def can_wait(call: Call, name: str) -> bool:
     q, k, v = call.q, call.k, call.v
     if call.obstacle is not None or call.dropout or not is_plain(call) or call.is_cross(name):
         return False
-    if not (
-        has_equal_batches(call)
-        and q.shape[2] == k.shape[2]
-        and q.numel()
-        and v.numel()
-        and q.shape[1] % k.shape[1] == 0
-    ):
+    if not (q.shape[2] == k.shape[2] and q.numel() and v.numel() and q.shape[1] % k.shape[1] == 0):
         return False
     if not (q.dtype == k.dtype == v.dtype and type(q) is type(k) is type(v) is Tensor):
         return False
@@ -76,7 +70,6 @@ class PostponedCall:
 
     @property
     def bytes(self) -> int:
-        """The size of the copies."""
         return self.call.q.nbytes + self.call.k.nbytes + self.call.v.nbytes + self.own.nbytes
 
 

@@ -103,7 +103,7 @@ def is_two_sided(model: nn.Module, names: Iterable[str]) -> bool:
     """True for an encoder-decoder, by the model's configuration or the names of its modules."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return True
-    return {"encoder", "decoder"} <= {part for name in names for part in name.split(".")}
+    return {"encoder", "decoder"} <= {*".".join(names).split(".")}
 
 
 class QueryRows:
@@ -202,7 +202,6 @@ def _rows_without_keys(shown: MaskSummary, known: Tensor | None, cross: bool) ->
 
 
 def _summarize_mask(mask: Tensor, batch: int, queries: int, keys: int, text: Tensor | None) -> MaskSummary:
-    """Summarizes a mask that broadcasts to [B, H, M, N]."""
     shown = mask if mask.dtype == torch.bool else mask != -math.inf
     while shown.ndim < 4:
         shown = shown[None]
@@ -276,8 +275,6 @@ def hides_cached_keys(call: Call, name: str) -> bool:
 
 def distance_from(call: Call, stats: Mapping[str, Tensor], start: int, backend: str | None) -> Tensor:
     """Returns the distance statistic [B, H, M] of queries that stand at `start`: start + i − Σ p̄_j·j."""
-    if start == 0:
-        return stats["distance"]
     queries = call.q.shape[2]
     has_mass = stats["mass"] > 0
     if queries == 1:  # |0 − j| = j

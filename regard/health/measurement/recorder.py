@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import zip_longest
 
 import torch
@@ -77,17 +78,6 @@ class UnreadCall:
     start: int
     computed: torch.cuda.Event | None  # when the model's stream has got as far
 
-    @property
-    def is_running(self) -> bool:
-        """True if a GPU has still to compute it."""
-        return self.computed is not None and not self.computed.query()
-
-    @property
-    def bytes(self) -> int:
-        """The memory that it holds."""
-        call, statistic = self.call, self.stats["entropy"]
-        return call.q.nbytes + call.k.nbytes + call.v.nbytes + len(self.stats) * statistic.nbytes
-
 
 @dataclass
 class Layer:
@@ -137,7 +127,6 @@ class Layer:
         return merged
 
     def add_empty_rows(self, counts: list[int]) -> None:
-        """Adds numbers of rows that see no key, per head."""
         self.empty_rows = [a + b for a, b in zip_longest(self.empty_rows, counts, fillvalue=0)]
 
     def add_values(self, values: Sequence[tuple[float, float]]) -> None:
@@ -146,7 +135,6 @@ class Layer:
         self.values = [(max(a, c), max(b, d)) for (a, b), (c, d) in pairs]
 
     def add_gates(self, sums: Tensor | None) -> None:
-        """Adds sums over output gates, [3, H]."""
         if sums is not None:
             self.gates = sums if self.gates is None else self.gates + sums.to(self.gates.device)
 
@@ -205,7 +193,11 @@ class Recorder:
         self._batch: dict[tuple[str, int], BatchReading] = {}
         self._unread: list[UnreadCall] = []
         self._room: dict[torch.device, float] = {}  # see `_most_bytes`
-        self._side = SideStream()
+        self._is_on_gpu = False  # was a call on a GPU, which may still be at work on it?
+
+    @cached_property
+    def _side(self) -> SideStream:
+        return SideStream()
 
     def begin(self) -> None:
         """Begins a forward: uses count from 0, masks are new, and caches may be written to."""
@@ -219,7 +211,7 @@ class Recorder:
     def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
         """Returns a block in which readings are fetched without waiting for what the model still does."""
         self._read_unread()
-        return self._side.after_marks()
+        return self._side.after_marks() if self._is_on_gpu else contextlib.nullcontext()
 
     def finish_batch(self) -> bool:
         """Keeps the readings of layers that passed the fidelity check; True if the batch must run again.
@@ -228,14 +220,15 @@ class Recorder:
         """
         self._read_unread()  # which sets differences
         batch, self._batch = {key: one for key, one in self._batch.items() if one.difference is not None}, {}
-        copies = HostCopies()
-        for one in batch.values():
-            copies.add_attributes(one, "difference", "values")
-        with self.on_side_stream():
-            copies.start()
-        copies.finish()
+        if self._is_on_gpu:
+            copies = HostCopies()
+            for one in batch.values():
+                copies.add_attributes(one, "difference", "values")
+            with self.on_side_stream():
+                copies.start()
+            copies.finish()
+            self._side.join()
         differences = [one.difference.tolist() for one in batch.values() if one.difference is not None]
-        self._side.join()
         must_repeat = False
         for (key, one), heads in zip(batch.items(), differences, strict=True):
             not_finite = [head for head, difference in enumerate(heads) if difference != difference]
@@ -249,7 +242,7 @@ class Recorder:
                 if layer.reason is None:
                     if one.values is not None:
                         layer.add_values(one.values.repeat_interleave(layer.heads // one.values.shape[1], 1).T.tolist())
-                    if layer.add_batch(one, max(heads, default=0.0)):
+                    if layer.add_batch(one, max(heads, default=0.0)) and self._is_on_gpu:
                         self._side.mark(one.reading.flat.device)
         return must_repeat
 
@@ -264,21 +257,22 @@ class Recorder:
         return self.layers[key]
 
     def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
-        layer = self._find_layer(call, name)
-        key = self.key
+        layer, key = self._find_layer(call, name), self.key
+        self._is_on_gpu |= call.q.is_cuda
         if layer.reason is not None:
             return run_original()
         if call.obstacle is not None:
             return self._mark_unmeasured(key, call.obstacle, run_original)
-        whole, call = call, call if self.sequences is None else call.first_sequences(self.sequences)
+        whole, call = call, call.first_sequences(self.sequences)
         try:
             with torch.no_grad():
-                rebuilt, stats = self._measure(call)
+                start = query_rows.first_query_position(call, name)
+                rebuilt, stats = self._measure_from(call, start)
                 rows, mask, real = self.rows.select(call, name)
         except (ValueError, TypeError, NotImplementedError) as error:
             return self._mark_unmeasured(key, f"regard.attention cannot compute it: {error}", run_original)
-        known = self._batch.get(key)
-        if known is not None and known.reading.heads != call.q.shape[1]:
+        batch = self._batch.get(key)
+        if batch is not None and batch.reading.heads != call.q.shape[1]:
             return self._mark_unmeasured(key, HEADS_CHANGE, run_original)
         self._gated = running_frame(), (*call.q.shape[:3], call.v.shape[3]), rows
         if call.options.get("gate") is not None:
@@ -287,7 +281,9 @@ class Recorder:
         sampled = is_long and call is whole and not call.dropout and not call.q.requires_grad and real is None
         output = rebuilt if sampled else run_original()
         with torch.no_grad():
-            batch = self._batch_reading(key, call)
+            if batch is None:
+                reading = LayerReading(call.q.shape[1], call.q.device)
+                batch = self._batch[key] = BatchReading(reading, self._describe(layer, call))
             batch.sampled |= sampled
             if call.dropout and not call.module.training:
                 layer.anomalies.add(DROPS)
@@ -297,23 +293,24 @@ class Recorder:
                 batch.masks.append(mask)
             if real is not None:
                 batch.add_empty_rows(stats["visible_keys"], real)
-            start = query_rows.first_query_position(call, name)
-            if start:
-                stats = {**stats, "distance": query_rows.distance_from(call, stats, start, self.backend)}
             self._measure_what_if(layer, batch, call, rows, start)
             if not sampled:
                 self._read_unread()
-                self._side.join()  # an earlier call of this layer may have been read there
+                if self._is_on_gpu:
+                    self._side.join()  # an earlier call of this layer may have been read there
                 self._read(batch, call, stats, rows, start)
                 own = whole.own(None) if call.dropout else output
                 batch.add_difference(norms.relative_difference(own, rebuilt, rows))
                 batch.done = None
-                self._side.mark(call.q.device)
+                if self._is_on_gpu:
+                    self._side.mark(call.q.device)
                 return output
-            part = rebuilt.index_select(2, norms.sampled_rows(call.q))  # the model may write to the whole
-            device, is_behind = call.q.device, bool(self._unread) and self._unread[-1].is_running
+            device, before = call.q.device, self._unread[-1].computed if self._unread else None
+            part = rebuilt.index_select(2, norms.sampled_rows(call.q.shape[2], device))  # the model may write to it all
+            is_behind = before is not None and not before.query()
             self._unread.append(UnreadCall(batch, call, part, stats, rows, start, record_event(device)))
-            is_full = self._unread[-1].bytes * len(self._unread) > self._most_bytes(device)
+            held = call.q.nbytes + call.k.nbytes + call.v.nbytes + len(stats) * stats["entropy"].nbytes
+            is_full = held * len(self._unread) > self._most_bytes(device)
             if is_behind or is_full or torch.is_autocast_enabled(device.type):  # `own` may need autocast
                 self._read_unread()
         return in_torch_layout(rebuilt.to(call.q.dtype))
@@ -331,7 +328,7 @@ class Recorder:
             device = one.call.q.device
             with torch.no_grad(), uncaptured(), self._side(device, one, after=one.computed):
                 self._read(one.batch, one.call, one.stats, one.rows, one.start)
-                at = norms.sampled_rows(one.call.q)
+                at = norms.sampled_rows(one.call.q.shape[2], device)
                 counted = None if one.rows is None else one.rows[:, at]
                 one.batch.add_difference(norms.relative_difference(one.call.own(at), one.part, counted))
             one.batch.done = self._side.last_event(device)
@@ -345,12 +342,6 @@ class Recorder:
         if whole is not None and len(whole) >= shape[0]:
             layer.add_gates(gate_sums(whole[: shape[0]], rows))
             self._gated = None  # one gate for each call
-
-    def _batch_reading(self, key: tuple[str, int], call: Call) -> BatchReading:
-        if key not in self._batch:
-            limit = self._describe(self.layers[key], call)
-            self._batch[key] = BatchReading(LayerReading(call.q.shape[1], call.q.device), limit)
-        return self._batch[key]
 
     def _describe(self, layer: Layer, call: Call) -> float:
         """Stores what a call tells of its layer; returns the largest relative difference that it may have."""
@@ -368,6 +359,13 @@ class Recorder:
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))
         return regard.attention(q, k, v, **call.arguments, return_stats=True, backend=self.backend)
 
+    def _measure_from(self, call: Call, start: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Returns the output and the statistics of a call whose first query stands at `start`."""
+        output, stats = self._measure(call)
+        if start:
+            stats = {**stats, "distance": query_rows.distance_from(call, stats, start, self.backend)}
+        return output, stats
+
     def _read(self, batch: BatchReading, call: Call, stats: Mapping, rows: Tensor | None, start: int) -> None:
         batch.reading.update(stats, rows, start)
         norms.add_predicted_variance(batch.reading, call, rows)
@@ -379,13 +377,10 @@ class Recorder:
             if change.name in layer.refused:
                 continue
             try:
-                changed = change(call)
-                stats = self._measure(changed)[1]
+                stats = self._measure_from(change(call), start)[1]
             except (ValueError, TypeError, NotImplementedError) as error:
                 layer.refused[change.name] = str(error)
                 continue
-            if start:
-                stats = {**stats, "distance": query_rows.distance_from(changed, stats, start, self.backend)}
             reading = batch.what_if.setdefault(change.name, LayerReading(call.q.shape[1], call.q.device))
             reading.update(stats, rows, start)
 

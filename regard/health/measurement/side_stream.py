@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -80,6 +81,16 @@ class HostCopies:
                 x = self._copied[key][1][at : used[key]].view(x.shape)
             receive(x)
         self._wanted, self._copied, self._events = [], {}, []
+
+
+def copy_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns tensors on the host, with one wait for each device that they are on."""
+    copies, found = HostCopies(), list(tensors)
+    for at, x in enumerate(tensors):
+        copies.add(x, partial(setitem, found, at))
+    copies.start()
+    copies.finish()
+    return found
 
 
 class SideStream:

@@ -1,7 +1,5 @@
 """Batches for a transformers model: text cut into sequences."""
 
-from __future__ import annotations
-
 import inspect
 from importlib import resources
 from typing import Any
@@ -21,7 +19,6 @@ class InputError(Exception):
 
 
 def sample_text() -> str:
-    """The built-in text."""
     return resources.files("regard.health.models").joinpath("sample.txt").read_text(encoding="utf-8")
 
 

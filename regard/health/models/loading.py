@@ -43,17 +43,9 @@ def is_function(spec: str) -> bool:
 
 
 def load(
-    spec: str,
-    text: str | None,
-    *,
-    length: int | None,
-    batch: int,
-    limit: int,
-    device: str,
-    dtype: str | None,
-    pickle: bool,
-    missing: bool = False,
-) -> Subject:
+    spec: str, text: str | None, *, length: int | None, batch: int, limit: int, device: str, dtype: str | None,
+    pickle: bool, missing: bool = False,
+) -> Subject:  # fmt: skip
     """Load the model that `spec` names, with `text` (None: the built-in sample) cut into batches.
 
     Pickled weights are read only with `pickle`; weights that the files lack stay random only with `missing`.

@@ -56,14 +56,9 @@ class TinyLM(nn.Module):
     """Next-character logits. Query and key weights start with unit variance, so that q·k has variance d_k."""
 
     def __init__(
-        self,
-        layers: int = 4,
-        heads: int = 4,
-        width: int = 128,
-        length: int = 128,
-        scale: str = "sqrt",
+        self, layers: int = 4, heads: int = 4, width: int = 128, length: int = 128, scale: str = "sqrt",
         expansion: int = 4,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.options: dict[str, Any] = dict(
             layers=layers, heads=heads, width=width, length=length, scale=scale, expansion=expansion

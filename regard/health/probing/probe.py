@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.health.capture.attention_weights import output_and_weights
 from regard.health.capture.call import Call, UseCounter, forget_derived
 from regard.health.capture.interception import Interception, forward_token
 from regard.health.tokens.text import TokenBatch
@@ -21,25 +21,6 @@ Transform = Callable[[Call, Key, Callable[[], Tensor]], Tensor]
 
 class StopForward(Exception):
     """Ends a forward whose rest is of no interest."""
-
-
-@dataclass
-class ProbedCall(Call):
-    """A call whose output goes through a function before the model goes on with it."""
-
-    transform: Callable[[Callable[[], Tensor]], Tensor] | None = None
-
-    def run(self) -> Tensor:
-        """Returns the changed output."""
-        assert self.transform is not None
-        return self.transform(self._run_own)
-
-    def _run_own(self) -> Tensor:
-        if self.weights is None:
-            return self.own(None)
-        output, p = output_and_weights(self)
-        self.weights[:] = [p]
-        return output
 
 
 @dataclass
@@ -72,13 +53,12 @@ class Probe:
         self._uses = UseCounter()
         self._transform: Transform | None = None
         self._interception = Interception(model, swap=self._swap)
-        self.names = {id(module): name for name, module in self._interception.modules}
-        if part is not None:
+        self.modules, self.names = self._interception.modules, dict(self._interception.names)
+        if part is not None and part is not model:
             self.names |= {id(module): name for name, module in part.named_modules()}
 
     @contextmanager
     def active(self) -> Iterator[Probe]:
-        """Intercepts within the block."""
         with self._interception, self._interception.torch_calls():
             yield self
 
@@ -86,9 +66,15 @@ class Probe:
         transform = self._transform
         if transform is None or call.obstacle is not None:
             return call
-        key = self.names[id(call.module)], self._uses.count(call, self.names[id(call.module)], forward_token())
-        values = {field.name: getattr(call, field.name) for field in fields(Call)}
-        return ProbedCall(**values, transform=lambda run: transform(call, key, run))
+        name = self.names[id(call.module)]
+        key = name, self._uses.count(call, name, forward_token())
+
+        def run() -> Tensor:
+            return call.own(None) if call.weights is None else call.run()
+
+        probed = copy.copy(call)
+        probed.compute = lambda _: transform(call, key, run)
+        return probed
 
     def run(self, batch: TokenBatch, transform: Transform | None = None) -> Tensor:
         """Returns the model's main output; `transform(call, key, run)` returns the output of each call."""

@@ -15,19 +15,8 @@ from regard.health.probing.probe import Probe, Transform, main_output
 from regard.health.tokens.text import TokenBatch
 
 STUDENT = {
-    2: 12.7,
-    3: 4.30,
-    4: 3.18,
-    5: 2.78,
-    6: 2.57,
-    7: 2.45,
-    8: 2.36,
-    9: 2.31,
-    10: 2.26,
-    12: 2.20,
-    16: 2.13,
-    32: 2.04,
-}
+    2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 12: 2.20, 16: 2.13, 32: 2.04,
+}  # fmt: skip
 NO_DIFFERENCE = 0.002  # of the loss: a change below it is none, however sure
 NEXT, MASKED, LABELS, GIVEN = "next token", "masked token", "labels of the batches", "the given loss"
 HIDDEN = 0.15  # of the tokens, for a masked model
@@ -77,7 +66,6 @@ class LossChange:
         return WORDS["unknown"]
 
     def to_json(self) -> dict[str, Any]:
-        """The change as schema.json describes it."""
         return {**{key: finite(value) for key, value in asdict(self).items()}, "word": self.word}
 
     def __str__(self) -> str:
@@ -104,14 +92,9 @@ class Task:
     """A model's loss on some batches: one number per sequence, or per batch for labels or a given loss."""
 
     def __init__(
-        self,
-        probe: Probe,
-        batches: Sequence[TokenBatch],
-        kind: str,
-        loss: Callable | None,
-        pad: int | None,
+        self, probe: Probe, batches: Sequence[TokenBatch], kind: str, loss: Callable | None, pad: int | None,
         mask_token: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.probe, self.batches, self.kind, self.loss, self.pad = probe, batches, kind, loss, pad
         self.mask_token = mask_token
         self.vocabulary: int | None = None
@@ -127,14 +110,15 @@ class Task:
     def _losses(self, batch: TokenBatch, transform: Transform | None) -> Tensor:
         if self.kind == GIVEN:
             assert self.loss is not None
-            function = self.loss
-            value = self.probe.call(lambda: function(self.probe.model, _as_given(batch)), transform)
+            function, given = self.loss, batch.own  # the batch in the form in which the user gave it
+            if given is None:
+                given = batch.args if len(batch.args) > 1 else batch.named or batch.args[0]
+            value = self.probe.call(lambda: function(self.probe.model, given), transform)
             return torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).cpu()
-        hidden = self.predicted(batch)
-        given = batch
+        hidden, shown = self.predicted(batch), batch
         if self.kind == MASKED:
-            given = batch.with_ids(batch.ids.masked_fill(hidden, self.mask_token or 0))
-        result = self.probe.run_model(given, transform)
+            shown = batch.with_ids(batch.ids.masked_fill(hidden, self.mask_token or 0))
+        result = self.probe.run_model(shown, transform)
         if self.kind == LABELS:
             return result.loss.detach().reshape(1)
         logits, targets = main_output(result), batch.targets
@@ -169,13 +153,6 @@ class Task:
         return LossChange(float(changed.mean()), *interval(changed - own))
 
 
-def _as_given(batch: TokenBatch) -> Any:
-    """The batch in the form in which the user gave it."""
-    if batch.own is not None:
-        return batch.own
-    return batch.named if batch.named else batch.args if len(batch.args) > 1 else batch.args[0]
-
-
 def names_next_token(model: nn.Module) -> bool | None:
     """True if the class or configuration says that the model predicts the next token, False if another, else None."""
     name, config = type(model).__name__, getattr(model, "config", None)
@@ -204,7 +181,7 @@ def frequency_losses(previous: Tensor, targets: Tensor, vocabulary: int) -> tupl
     n = len(w)
     if n < 2:
         return math.log(vocabulary), math.log(vocabulary)
-    counts = _counts(w)
+    counts = torch.bincount(at := w.unique(return_inverse=True)[1]).double()[at]  # how often each occurs, at its places
     unseen = max(float((counts == 1).sum()), 1.0) / n
     unigram = (1 - unseen) * (counts - 1) / (n - 1) + unseen / vocabulary
     pair = u.long() * (int(w.max()) + 1) + w
@@ -218,9 +195,3 @@ def frequency_losses(previous: Tensor, targets: Tensor, vocabulary: int) -> tupl
     back_off = torch.where(context_counts > 1, kinds / (kinds + context_counts - 1), 1.0)
     bigram = (1 - back_off) * (pair_counts - 1) / rest + back_off * unigram
     return float(-unigram.log().mean()), float(-bigram.log().mean())
-
-
-def _counts(ids: Tensor) -> Tensor:
-    """How often each id occurs, at every place, float64."""
-    _, place = ids.unique(return_inverse=True)
-    return torch.bincount(place).double()[place]

@@ -30,22 +30,21 @@ class Trial:
     """A model in evaluation mode inside `probe.active()`, and the batches that the checks may run."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        batches: Sequence[Any],
-        layers: Layers,
-        heads: Heads,
-        causal: bool | None,
-        loss: Callable | None,
-        part: nn.Module | None = None,
-    ) -> None:
+        self, model: nn.Module, batches: Sequence[Any], layers: Layers, heads: Heads, causal: bool | None,
+        loss: Callable | None, part: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.layers, self.heads, self.loss = model, layers, heads, loss
         self.part = model if part is None else part  # whose modules the layers' names are of
-        self.probe, self.pad = Probe(model, part), pad_of(model)
+        self.pad = pad_of(model)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._causal = causal
         self.given = batches
         self.batches = [one for batch in batches if (one := as_token_batch(batch, self.device)) is not None]
+
+    @cached_property
+    def probe(self) -> Probe:
+        """Runs the model, and captures or changes its attention calls."""
+        return Probe(self.model, self.part)
 
     @property
     def tokens(self) -> TokenBatch:
@@ -67,7 +66,8 @@ class Trial:
     @cached_property
     def captured(self) -> tuple[Tensor, dict[Key, CapturedCall]]:
         """The main output and the attention calls on `tokens`."""
-        return self.probe.capture(self.tokens)
+        tokens = self.tokens  # raises before the model is intercepted
+        return self.probe.capture(tokens)
 
     @cached_property
     def tolerance(self) -> float:
@@ -78,8 +78,8 @@ class Trial:
     @cached_property
     def noise(self) -> float:
         """The relative change of the output between two equal forwards."""
-        first, second = (self.probe.run(self.tokens) for _ in range(2))
-        return relative_change(first, second)
+        tokens = self.tokens
+        return relative_change(self.probe.run(tokens), self.probe.run(tokens))
 
     def require_repeatable(self) -> None:
         """Raises NotApplicable if the model's output is random or not finite."""
@@ -156,7 +156,8 @@ class Trial:
             return None
         if names_next_token(self.model) or self.why_causal is not None:
             return self._make_task(NEXT)
-        if names_next_token(self.model) is None and self.is_repeatable and self.leak <= self.tolerance:
+        is_open = names_next_token(self.model) is None
+        if is_open and self.noise <= self.tolerance and self.leak <= self.tolerance:
             return self._make_task(NEXT)
         return None
 
@@ -176,10 +177,6 @@ class Trial:
         """The model's loss beside that of the text's frequencies."""
         return None if self.task is None or self.losses is None else self.task.read(self.losses)
 
-    @property
-    def is_repeatable(self) -> bool:
-        return self.noise <= self.tolerance
-
     def _make_task(self, kind: str) -> Task | None:
         if kind == GIVEN:
             whole = [as_batch(batch, self.device) for batch in self.given]
@@ -191,12 +188,8 @@ class Trial:
                 sequences += batches[-1].ids.shape[0]
         if kind == LABELS:
             batches = [batch for batch in batches if "labels" in batch.named]
-            result = self.probe.run_model(batches[0])
-            return (
-                Task(self.probe, batches, kind, None, self.pad)
-                if isinstance(getattr(result, "loss", None), Tensor)
-                else None
-            )
+            has_loss = isinstance(getattr(self.probe.run_model(batches[0]), "loss", None), Tensor)
+            return Task(self.probe, batches, kind, None, self.pad) if has_loss else None
         output, targets = self.probe.run(batches[0]), batches[0].targets
         is_logits = output.ndim == 3 and output.shape[:2] == targets.shape and output.shape[-1] > int(targets.max())
         if not (is_logits and self.names_vocabulary(output)):
@@ -213,9 +206,8 @@ class Trial:
 
     def layer_of(self, key: Key):
         """The layer of the report that a captured call belongs to, None if it has none."""
-        name, use = key
-        same = [layer for layer in self.layers if layer.name == name]
-        return next((layer for layer in same if layer.use == use or layer.together), None)
+        same = (layer for layer in self.layers if layer.name == key[0])
+        return next((layer for layer in same if layer.use == key[1] or layer.together), None)
 
     def find(self, kind: str, severity: str, keys: Sequence[Key], evidence: str, threshold: str, remedy: str) -> list:
         """[Finding] about every head of these calls' layers; of all layers if none of them is in the report."""

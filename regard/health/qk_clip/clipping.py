@@ -1,18 +1,22 @@
-"""One application of QK-clip: from the observed largest logits to the weights, and what it did."""
+"""One application of QK-clip: from the observed largest logits to the weights, each shrunk once, and what it did."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from regard.health.capture.interception import as_written, refuse_data_parallel
-from regard.health.qk_clip.max_logits import MaxLogits
-from regard.health.qk_clip.weights import Masters, holders_of, select_projections, tensors_to_shrink
-from regard.nn.projections import NotFound, bounded_scores_reason, projections
+from regard.health.capture.interception import as_written, check_model
+from regard.health.qk_clip.max_logits import MaxLogits, weights_version
+from regard.nn.projections import NotFound, Projection, bounded_scores_reason, projections
+
+Holders = dict[int, list[tuple[int, int]]]
+Masters = Callable[[Tensor], Tensor | None]  # parameter -> its float32 copy in the optimizer, None if it has none
 
 
 class Clip(NamedTuple):
@@ -34,6 +38,7 @@ class Clipped:
     def __init__(self, applied: bool = True) -> None:
         self.applied = applied
         self.skipped: dict[str, str] = {}
+        self.has_projections = False  # were the linear layers of any layer's queries and keys found?
         self._found: dict[str, tuple[Tensor, Tensor | None]] = {}  # layer -> largest logits, factors
 
     @property
@@ -61,24 +66,16 @@ class Clipped:
 
 def check_arguments(model: Any, threshold: Any) -> None:
     """Raises TypeError or ValueError for what `qk_clip` and `QKClip` cannot work with."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     is_number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
     if not (is_number and 0 < threshold < math.inf):
         raise ValueError(f"threshold must be a positive, finite number, got {threshold!r}")
-    refuse_data_parallel(model)
 
 
 def clip_observed(
-    model: nn.Module,
-    observer: MaxLogits,
-    threshold: float,
-    *,
-    group: Any = None,
-    names: tuple[str, str] | None = None,
-    masters: Masters | None = None,
-    log_only: bool = False,
-) -> Clipped:
+    model: nn.Module, observer: MaxLogits, threshold: float, *, group: Any = None, names: tuple[str, str] | None = None,
+    masters: Masters | None = None, log_only: bool = False,
+) -> Clipped:  # fmt: skip
     """Shrinks the weights of every head whose largest logit since the last call passed the threshold.
 
     masters: finds the float32 copy that an optimizer keeps of a parameter, to be shrunk with it.
@@ -91,8 +88,9 @@ def clip_observed(
             continue
         factors = None
         try:
-            chosen = select_projections(*projections(modules[name], *observer.shapes[name], names))
-            tensors = tensors_to_shrink(chosen, holders, modules[name], masters)
+            query, key = projections(modules[name], *observer.shapes[name], names)
+            result.has_projections = True
+            tensors = tensors_to_shrink(select_projections(query, key), holders, modules[name], masters)
         except NotFound as reason:
             result.skipped[name] = str(reason)
         else:
@@ -102,8 +100,104 @@ def clip_observed(
         result._found[name] = largest, factors
     result.skipped |= observer.unseen
     observer.unseen.clear()
-    for name in (observer.regard_modules.keys() & modules.keys()) - result._found.keys():
+    for name in (modules.keys() & set(observer.regard_modules)) - result._found.keys():
         if (why := bounded_scores_reason(modules[name])) is not None:
             result.skipped[name] = why
-    observer.mark_weights(model)
+    observer.version = weights_version(model)
     return result
+
+
+def select_projections(query: Projection, key: Projection) -> list[Projection]:
+    """Returns the projections that share a layer's factor, each with the power that it takes.
+
+    | which | query | key |
+    | --- | --- | --- |
+    | a key head of its own for each query head | 1/2 | 1/2 |
+    | a key head serves several query heads (GQA, MQA), one key is learned, or the key weights are frozen | 1 | – |
+    | the query weights are frozen, and each query head has its key head | – | 1 |
+    | MLA: rows without position | 1/2 | 1/2 |
+    | MLA: rotary rows (their key is one for all heads), rows of values | 1 | 0 |
+    """
+    query_is_frozen, key_is_frozen = _is_frozen(query), _is_frozen(key)
+    key_is_shared = query.heads != key.heads or not key.makes_all
+    if query_is_frozen and (key_is_frozen or key_is_shared or query.fixed):
+        which = "query and key weights are" if key_is_frozen else "query weights are"
+        raise NotFound(f"its {which} frozen (requires_grad is False): they stay as they are")
+    if query_is_frozen:
+        return [key]
+    if key_is_frozen or key_is_shared:
+        return [query]
+    return [_with_powers(query, 1.0), _with_powers(key, 0.0)]
+
+
+def _with_powers(one: Projection, fixed: float) -> Projection:
+    """Returns a projection of which each head takes half of the factor, its last rows the power `fixed`."""
+    rows = one.width // one.heads - one.fixed
+    return replace(one, powers=((rows, 0.5), (one.fixed, fixed)))
+
+
+def _is_frozen(one: Projection) -> bool:
+    return not all(_parameter_of(tensor).requires_grad for tensor in (one.weight, one.bias) if tensor is not None)
+
+
+def tensors_to_shrink(
+    shrunk: list[Projection], holders: Holders, module: nn.Module, masters: Masters | None = None
+) -> list[Projection]:
+    """Returns each tensor to shrink once, master copies included; raises NotFound where one serves something else."""
+    found: dict[tuple, Projection] = {}
+    copies: dict[tuple, Projection] = {}
+    uses: dict[int, int] = {}
+    for one in shrunk:
+        for tensor, dim in ((one.weight, one.dim), (one.bias, 0)):
+            if tensor is not None:
+                tied = (_address(_parameter_of(tensor)), tensor.storage_offset(), one.start, dim)
+                uses[tied[0]] = uses.get(tied[0], 0) + (tied in found or tied[0] not in uses)
+                found[tied] = replace(one, weight=_as_matrix(tensor), bias=None, dim=dim)
+                if masters is not None and (master := _master_of(tensor, masters)) is not None:
+                    copies[tied] = replace(found[tied], weight=_as_matrix(master))
+    for address, count in uses.items():
+        if sum(1 if owner == id(module) else slots for owner, slots in holders.get(address, [])) > count:
+            raise NotFound("its query or key weights serve another layer too: they cannot shrink for this one alone")
+    return [*found.values(), *copies.values()]
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.ndim == 2 else tensor.detach()[:, None]
+
+
+def _master_of(tensor: Tensor, masters: Masters) -> Tensor | None:
+    """Returns the master copy of a projection's tensor, which may be a part of a stacked parameter."""
+    parameter = _parameter_of(tensor)
+    master = masters(parameter)
+    if master is None or master.shape == tensor.shape:
+        return master
+    if master.shape != parameter.shape:
+        raise NotFound(
+            f"the master copy of its weights has shape {tuple(master.shape)}, the weights {tuple(parameter.shape)}; "
+            "pass masters= a function that returns a tensor of the same shape"
+        )
+    return master.narrow(0, tensor.storage_offset() - parameter.storage_offset(), tensor.shape[0])
+
+
+def holders_of(model: nn.Module) -> Holders:
+    """Returns parameter → the modules that hold it, each with the number of names under which that is held."""
+    slots: dict[int, int] = {}
+    for module in model.modules():
+        for child in module._modules.values():
+            slots[id(child)] = slots.get(id(child), 0) + 1
+    found: Holders = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found.setdefault(_address(parameter), []).append((id(module), max(slots.get(id(module), 1), 1)))
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    """Returns a number that is equal for tensors that share their memory."""
+    return (tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0) or id(tensor)
+
+
+def _parameter_of(tensor: Tensor) -> Tensor:
+    """Returns the parameter of which a projection's tensor is a part."""
+    return tensor if tensor._base is None else tensor._base

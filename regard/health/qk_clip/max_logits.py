@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from regard._core.attention import attention
 from regard.health.capture.call import UNDER_VMAP, Call
-from regard.health.capture.interception import ForwardInterceptions, as_written
+from regard.health.capture.interception import as_written
 from regard.health.measurement.side_stream import HostCopies
+from regard.health.watching.hooks import ForwardInterceptions
 from regard.nn import MultiheadAttention
 from regard.nn.projections import bounded_scores_reason
 
@@ -34,13 +35,11 @@ class MaxLogits:
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be read
         self.forwards = 0
         self._ranks = RankReduction()
-        self._version: int | None = None  # of the weights, at the end of the last `qk_clip`
+        self.version: int | None = None  # of the weights, at the end of the last `qk_clip`
         self._interceptions = ForwardInterceptions()
-        self.regard_modules = {
-            name: weakref.ref(module)
-            for name, module in as_written(model).named_modules()
-            if isinstance(module, MultiheadAttention)
-        }
+        named = as_written(model).named_modules()
+        own = {name: module for name, module in named if isinstance(module, MultiheadAttention)}
+        self.regard_modules = weakref.WeakValueDictionary(own)
         self._hooks = [
             model.register_forward_pre_hook(self._begin_forward, prepend=True),
             model.register_forward_hook(self._end_forward, always_call=True),
@@ -51,7 +50,6 @@ class MaxLogits:
         return {"_hooks": []}
 
     def close(self) -> None:
-        """Removes the hooks."""
         self._interceptions.close(succeeded=False)
         for hook in self._hooks:
             hook.remove()
@@ -59,28 +57,25 @@ class MaxLogits:
         self._ask_modules(False)
 
     def _ask_modules(self, asked: bool) -> None:
-        for reference in self.regard_modules.values():
-            module = reference()
-            if module is not None:
-                module._is_clipped = asked
+        for module in self.regard_modules.values():
+            module._is_clipped = asked
 
     def start(self) -> None:
         """Makes `regard.nn` modules remember their next forwards, and forgets those before."""
         self._ask_modules(True)
-        for reference in self.regard_modules.values():
-            if (module := reference()) is not None:
-                module._last.clear()
+        for module in self.regard_modules.values():
+            module._last.clear()
 
     def read_modules(self) -> None:
         """Adds the training calls that `regard.nn` modules remember and that were not observed."""
         self._interceptions.close(succeeded=False)  # of a forward that Ctrl-C ended
         self._ask_modules(True)
         for name, module in self.regard_modules.items():
-            for thread in list(getattr(module(), "_last", ())):
+            for thread in list(module._last):
                 self._read_module(name, thread)
 
     def _read_module(self, name: str, thread: int) -> bool:
-        module = self.regard_modules[name]() if name in self.regard_modules else None
+        module = self.regard_modules.get(name)
         last = None if module is None else module._last.pop(thread, None)
         if last is None:
             return False
@@ -88,22 +83,16 @@ class MaxLogits:
         self._add(name, q, k, scale=scale, **options)
         return True
 
-    def mark_weights(self, model: nn.Module) -> None:
-        """Remembers the weights' version, to tell later whether a step was made."""
-        self._version = weights_version(model)
-
     def _complaint(self, model: nn.Module) -> str | None:
         """Returns what is wrong if steps or forwards were made and no attention was seen in them."""
-        stepped = self._version is not None and self._version != weights_version(model)
+        stepped = self.version is not None and self.version != weights_version(model)
         if self.largest or self.unseen or not (self.forwards or stepped):
             return None
-        modules = [module for known in self.regard_modules.values() if (module := known()) is not None]
+        modules = list(self.regard_modules.values())
         if modules and all(map(bounded_scores_reason, modules)):
             return None  # `skipped` says so
-        seen = (
-            "training forwards of it, and no attention call in them" if self.forwards else "no training forward of it"
-        )
-        return f"since the last call for this model, it saw {seen}"
+        seen = "training forwards of it, and no attention call in them"
+        return f"since the last call for this model, it saw {seen if self.forwards else 'no training forward of it'}"
 
     def take(self, model: nn.Module, group: Any) -> dict[str, Tensor]:
         """Returns layer → largest logits [H], the same on every rank, and forgets them; no wait for a GPU.
@@ -220,16 +209,14 @@ class RankReduction:
 
 def observe(model: nn.Module) -> MaxLogits:
     """Returns the observer of a model; the first call registers its hooks."""
-    observer = OBSERVERS.get(model)
-    if observer is None:
-        observer = OBSERVERS[model] = MaxLogits(model)
-    return observer
+    if model not in OBSERVERS:
+        OBSERVERS[model] = MaxLogits(model)
+    return OBSERVERS[model]
 
 
 def stop(model: nn.Module) -> None:
     """Stops observing `model` for `qk_clip`; the model is as it was."""
-    observer = OBSERVERS.pop(model, None)
-    if observer is not None:
+    if (observer := OBSERVERS.pop(model, None)) is not None:
         observer.close()
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.health.qk_clip.clipping import Clipped, check_arguments, clip_observed
+from regard.health.qk_clip.clipping import Clipped, Masters, check_arguments, clip_observed
 from regard.health.qk_clip.max_logits import observe, stop
-from regard.health.qk_clip.weights import Masters
 from regard.health.watching.writers import make_writer
 from regard.nn.projections import NotFound
+from regard.parallel.torchrun import is_first_rank
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -34,7 +35,8 @@ class QKClip:
 
     MuonClip's order: forward, backward, optimizer step (weight decay and all), then the clip, by the logits of the
     forwards of that step. They are measured while the model runs, in one fused pass over q and k per attention call;
-    no forward is added. `regard.qk_clip` says which weights take which part of the factor.
+    no forward is added. `regard.qk_clip` says which weights take which part of the factor. It warns once if the model
+    has no query and key layers that it finds.
 
     Args:
         model: the model in training; what `qk_clip` takes.
@@ -70,6 +72,7 @@ class QKClip:
         self.steps = 0
         self.last: Clipped | None = None  # of the last step
         self._writer = None if log is None else make_writer(log)
+        self._has_warned = False
         self._optimizers: list[weakref.ref] = []
         self._handles: list = []
         observe(model).start()
@@ -82,7 +85,16 @@ class QKClip:
             log_only=self.log_only,
         )  # fmt: skip
         self.steps += 1
-        if self._writer is not None and _is_first_rank():
+        if self.last.skipped and not (self.last.has_projections or self.log_only or self._has_warned):
+            self._has_warned = True
+            (layer, reason), *others = self.last.skipped.items()
+            warnings.warn(
+                f"QKClip can clip no attention layer of {type(self.model).__name__}. It looks for linear layers that "
+                f"make the queries and keys: {layer or 'the model itself'}: {reason}"
+                f"{f', and {len(others)} more layers' if others else ''}; pass names=, or see `.last.skipped`",
+                stacklevel=2,
+            )
+        if self._writer is not None and is_first_rank():
             self._writer.write(self.steps, self.last.scalars(), [])
         return self.last
 
@@ -91,9 +103,8 @@ class QKClip:
         if not callable(getattr(optimizer, "register_step_post_hook", None)):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self.follow(optimizer)
-        handle = optimizer.register_step_post_hook(self._after_step)
-        self._handles.append(handle)
-        return handle
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        return self._handles[-1]
 
     def _after_step(self, *_: Any) -> None:
         self.step()
@@ -152,8 +163,3 @@ def _main_param(parameter: Tensor) -> Tensor | None:
     """Returns Megatron's float32 copy of a parameter."""
     found = getattr(parameter, "main_param", None)
     return found if isinstance(found, Tensor) else None
-
-
-def _is_first_rank() -> bool:
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not is_distributed or torch.distributed.get_rank() == 0

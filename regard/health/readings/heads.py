@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from regard.health.measurement.gates import gate_numbers
 from regard.health.measurement.recorder import Layer, Recorder
-from regard.health.measurement.side_stream import HostCopies, after_event
+from regard.health.measurement.side_stream import after_event, copy_to_host
 from regard.health.readings.histogram import ROW, Spreads
 from regard.health.readings.layer_reading import LayerReading, spreads_of, stack_parts
 
@@ -52,19 +51,14 @@ class HeadReading:
         return {} if self.reading is None else self.reading.curves(self.head)
 
     def to_json(self) -> dict:
-        """Returns the head as the report's JSON holds it."""
         predicted = self.predicted_variance
         return dict(
-            layer=self.layer,
-            index=self.index,
-            head=self.head,
+            layer=self.layer, index=self.index, head=self.head,
             statistics={name: spread.to_json() for name, spread in self.statistics.items()},
-            predicted_logit_variance=predicted if math.isfinite(predicted) else None,
-            rows=self.rows,
-            judged=self.can_be_judged,
-            **({"ablation": self.ablation} if math.isfinite(self.ablation) else {}),
+            predicted_logit_variance=predicted if math.isfinite(predicted) else None, rows=self.rows,
+            judged=self.can_be_judged, **({"ablation": self.ablation} if math.isfinite(self.ablation) else {}),
             **(dict(gate=self.gate, gate_near_zero=self.gate_near_zero) if math.isfinite(self.gate) else {}),
-        )
+        )  # fmt: skip
 
 
 def heads_of(layers: Iterable[Layer]) -> list[HeadReading]:
@@ -91,9 +85,9 @@ def _with_gates(layer: Layer, heads: list[HeadReading]) -> list[HeadReading]:
     """Returns the heads with the readings of the layer's output gates, if it has any."""
     if layer.gates is None:
         return heads
-    sums = layer.gates.cpu()
-    numbers = (gate_numbers(sums, one.head) for one in heads)
-    return [replace(one, gate=mean, gate_near_zero=near) for one, (mean, near) in zip(heads, numbers, strict=True)]
+    count, total, near = layer.gates.cpu()
+    mean, share = (total / count).tolist(), (near / count).tolist()  # NaN for a head without rows
+    return [replace(one, gate=mean[one.head], gate_near_zero=share[one.head]) for one in heads]
 
 
 def read_early(recorder: Recorder) -> None:
@@ -190,12 +184,8 @@ def dissimilarity(readings: Sequence[LayerReading]) -> np.ndarray:
 
 def fetch_readings(readings: Sequence[LayerReading]) -> list[LayerReading]:
     """Returns the readings on the CPU, with one wait for each device they are on."""
-    moved = [
-        LayerReading.from_sums(one.heads, one.flat, one.histogram) if one.flat.is_cuda else one for one in readings
-    ]
-    copies = HostCopies()
-    for one in moved:
-        copies.add_attributes(one, "flat", "histogram")
-    copies.start()
-    copies.finish()
-    return moved
+    if not any(one.flat.is_cuda for one in readings):
+        return list(readings)
+    host = copy_to_host([x for one in readings for x in (one.flat, one.histogram)])
+    sums = zip(readings, host[::2], host[1::2], strict=True)
+    return [LayerReading.from_sums(one.heads, flat, histogram) for one, flat, histogram in sums]

@@ -44,6 +44,8 @@ LAYOUT = dict(
 NAMES = tuple(LAYOUT)
 ROW = {name: row for row, name in enumerate(NAMES)}
 DERIVED = slice(NAMES.index("gain_ratio"), NAMES.index("entropy_ratio") + 1)
+_SCALE = [scale for scale, _, _ in LAYOUT.values()]
+GROUPS = {scale: slice(_SCALE.index(scale), len(_SCALE) - _SCALE[::-1].index(scale)) for scale in dict.fromkeys(_SCALE)}
 KNEE = dict(ratio=0.05, nats=0.4)  # c of these two scales
 SHARE_SLOPE = 0.07  # of the share scale above 1: 10⁴ lands on 1.28, and 10⁻⁴ on an edge
 
@@ -70,16 +72,6 @@ def find_bins(values: Tensor) -> Tensor:
     t = torch.cat([SCALES[scale](values[rows]) for scale, rows in GROUPS.items()])
     low, width = _origin(values.device, values.dtype)
     return t.sub_(low).div_(width).clamp_(0, BINS - 1).nan_to_num_(0.0).long()
-
-
-def _groups() -> dict[str, slice]:
-    scales = [scale for scale, _, _ in LAYOUT.values()]
-    return {
-        scale: slice(scales.index(scale), len(scales) - scales[::-1].index(scale)) for scale in dict.fromkeys(scales)
-    }
-
-
-GROUPS = _groups()
 
 
 @cache
@@ -201,10 +193,6 @@ class Spreads(Mapping):
     def mean(self, name: str) -> float:
         """Returns the mean of a statistic without making its `Spread`."""
         return self._numbers[1][ROW[name]][self._head]
-
-    def quantile(self, name: str, share: float) -> float:
-        """Returns a quantile of a statistic without making its `Spread`: see `Spread.quantile`."""
-        return quantile(name, self._histogram[ROW[name], self._head], share, self.min(name), self.max(name))
 
     def max(self, name: str) -> float:
         return self._numbers[4][ROW[name]][self._head]

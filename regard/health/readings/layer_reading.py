@@ -101,22 +101,7 @@ def first_position(at: int) -> int:
 
 
 class LayerReading:
-    """The sums of one layer, [S, H] and [S, H, 512], on the device of its batches."""
-
-    count: Tensor  # the parts of `flat`: see `parts_of`
-    mean: Tensor
-    square: Tensor
-    low: Tensor
-    high: Tensor
-    curve: Tensor
-    curve_count: Tensor
-    products: Tensor
-    totals: Tensor
-    compared: Tensor
-    predicted: Tensor
-    calls: Tensor
-    norms: Tensor
-    norm_rows: Tensor
+    """The sums of one layer, on the device of its batches: the parts of `flat` (`_shapes`) are attributes."""
 
     def __init__(self, heads: int, device: torch.device | str = "cpu") -> None:
         self.heads = heads
@@ -144,8 +129,8 @@ class LayerReading:
     def add_prediction(self, variance: Tensor, rows: Tensor | None = None) -> None:
         """Adds the logit variance [H] that norms predict for one call, if any of its rows counts."""
         some = 1 if rows is None else rows.any()
-        self.predicted += variance * some
-        self.calls += some
+        self.predicted.add_(variance * some)
+        self.calls.add_(some)
 
     def update(self, stats: Mapping[str, Tensor], rows: Tensor | None = None, start: int = 0) -> LayerReading:
         """Adds statistics [B, H, M]; `rows` [B, M] says which count, `start` is the position of the first query."""
@@ -202,8 +187,8 @@ class LayerReading:
         total = self.count + count
         weight = count / total.clamp_min(1)
         gap = mean - self.mean
-        self.square += square + gap.square() * self.count * weight
-        self.mean += gap * weight
+        self.square.add_(square + gap.square() * self.count * weight)
+        self.mean.add_(gap * weight)
         self.count.copy_(total)
 
     def _add_to_histogram(self, x: Tensor, partial: slice) -> None:
@@ -227,9 +212,9 @@ class LayerReading:
         useful = n >= LEAST_KEYS  # [H, R]
         sharpness = torch.log((top * n).clamp_min(1e-30)) / torch.log(n.clamp_min(2.0))
         f = torch.stack([ratio, sharpness, variance, distance]).masked_fill(~useful, 0.0).double()
-        self.products += f @ f.transpose(-1, -2)
-        self.totals += f.sum(-1)
-        self.compared += useful.sum(-1)
+        self.products.add_(f @ f.transpose(-1, -2))
+        self.totals.add_(f.sum(-1))
+        self.compared.add_(useful.sum(-1))
 
     def merge(self, other: LayerReading) -> LayerReading:
         """Returns both readings together; neither is changed."""

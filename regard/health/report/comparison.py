@@ -203,11 +203,9 @@ def _json_of(name: str, report: Report | str | os.PathLike) -> dict[str, Any]:
 
 def names_of(a: Report | str | os.PathLike, b: Report | str | os.PathLike) -> tuple[str, str]:
     """What two reports are called: files by their names, or by their paths if the names are the same."""
-    if isinstance(a, Report) or isinstance(b, Report):
-        first, second = (one.title if isinstance(one, Report) else Path(one).name for one in (a, b))
-        return first, second
-    same = Path(a).name == Path(b).name
-    return (str(a), str(b)) if same else (Path(a).name, Path(b).name)
+    first, second = (one.title if isinstance(one, Report) else Path(one).name for one in (a, b))
+    are_files = not isinstance(a, Report) and not isinstance(b, Report)
+    return (str(a), str(b)) if are_files and first == second else (first, second)
 
 
 def describe_name(name: str, report: dict[str, Any]) -> str:

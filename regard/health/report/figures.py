@@ -7,12 +7,11 @@ import math
 from typing import TYPE_CHECKING
 
 from regard.health.readings.histogram import NAMES
+from regard.health.report.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from regard.health.report.report import Report
 
 SHOWN = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "distance", "max_logit")
 FRACTIONS = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio")

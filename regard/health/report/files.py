@@ -1,7 +1,5 @@
 """Atomic file writing and text reading with errors of one line."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every word that a report uses, in one sentence each, and its links in a page; docs/glossary.md has the same words."""
 
-from __future__ import annotations
-
 import re
 
 from regard.health.report.page.document import escape

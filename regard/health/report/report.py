@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import math
 import os
@@ -32,12 +33,9 @@ if TYPE_CHECKING:
 
 THREE_DIMS = "called with (N, L, d), which does not separate heads from sequences: measured as one head"
 FIRST_BINS = {
-    "shares": "mass",
-    "entropy_ratio": "entropy_ratio",
-    "entropy": "entropy",
-    "logit_variance": "logit_variance",
+    "shares": "mass", "entropy_ratio": "entropy_ratio", "entropy": "entropy", "logit_variance": "logit_variance",
     "numbers of keys, distance": "distance",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,6 @@ class WhatIfReading:
     loss: LossChange | None = None  # the effect on the model's loss, where every layer has the change
 
     def to_json(self) -> dict[str, Any]:
-        """The reading as schema.json describes it."""
         return dict(
             heads=[head.to_json() for head in self.heads],
             findings=[finding.to_json() for finding in self.findings],
@@ -123,7 +120,14 @@ class Report:
         `rows`, `predicted_logit_variance`, and for each statistic its mean under its own name (`entropy_ratio`) and the
         rest with a suffix (`entropy_ratio_q95`).
         """
-        return make_frame(self)
+        try:
+            from pandas import DataFrame
+        except ModuleNotFoundError:
+            try:
+                from polars import DataFrame
+            except ModuleNotFoundError:
+                raise ImportError('to_frame needs pandas or polars: pip install "regard[frame]"') from None
+        return DataFrame(head_rows(self))
 
     def plot(self, statistic: str = "entropy_ratio") -> Figure:
         """A matplotlib figure: the mean of `statistic` as a layer × head map, heads with findings ringed."""
@@ -156,6 +160,12 @@ class Report:
         """The report in a few sentences."""
         return summarize(self)
 
+    def __str__(self) -> str:
+        """What `show` prints, as the command line does."""
+        text = io.StringIO()
+        self.show(text)
+        return text.getvalue().strip("\n")
+
     def __repr__(self) -> str:
         return f"<Report of {self.title}: {' '.join(self.summary())} .show() prints it, .save('report.html') draws it.>"
 
@@ -165,19 +175,6 @@ class Report:
         from regard.health.report.page.report_page import render
 
         return embed(render(self))
-
-
-def make_frame(report: Report) -> Any:
-    """A pandas or polars DataFrame of `head_rows`."""
-    rows = head_rows(report)
-    try:
-        from pandas import DataFrame
-    except ModuleNotFoundError:
-        try:
-            from polars import DataFrame
-        except ModuleNotFoundError:
-            raise ImportError('to_frame needs pandas or polars: pip install "regard[frame]"') from None
-    return DataFrame(rows)
 
 
 def head_rows(report: Report) -> list[dict[str, Any]]:
@@ -203,13 +200,9 @@ def head_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def describe_measurement(
-    model: nn.Module,
-    parameters: int,
-    layers: Sequence[Layer],
-    batches: int,
-    seconds: float,
+    model: nn.Module, parameters: int, layers: Sequence[Layer], batches: int, seconds: float,
     using: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """How the numbers of a report were measured, as plain values."""
     measured = [layer for layer in layers if layer.reading is not None]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -31,18 +31,14 @@ class SavedSpread:
     def __getattr__(self, key: str) -> float:
         if key not in ("mean", "std", "min", "max"):
             raise AttributeError(key)
-        return self._number(key)
+        return _number(self.numbers.get(key))
 
     def quantile(self, share: float) -> float:
         """The 0.05, 0.5 or 0.95 quantile; the file has no others."""
         key = f"q{round(100 * share):02d}"
         if key not in self.numbers or not math.isclose(100 * share, round(100 * share)):
             raise ValueError(f"share must be 0.05, 0.5 or 0.95 in a report loaded from JSON, got {share!r}")
-        return self._number(key)
-
-    def _number(self, key: str) -> float:
-        value = self.numbers.get(key)
-        return math.nan if value is None else float(value)
+        return _number(self.numbers[key])
 
     def to_json(self) -> dict[str, float | None]:
         return dict(self.numbers)
@@ -62,58 +58,52 @@ class SavedSpreads(dict[str, SavedSpread]):
 
 
 def load_report(path: str | os.PathLike) -> Report:
-    """The report in a JSON file."""
     data = read_json(path)
     try:
         what_if = {
-            name: WhatIfReading(
-                _heads(one),
-                _findings(one),
-                [(layer, why) for layer, why in one["refused"]],
-                _loss_change(one.get("loss")),
-            )
+            name: WhatIfReading(_heads(one), _findings(one), _pairs(one["refused"]), _loss_change(one.get("loss")))
             for name, one in data["what_if"].items()
         }
-        unmeasured = [(layer, reason) for layer, reason in data["unmeasured"]]
         return Report(
-            data["title"], _heads(data), _findings(data), unmeasured, what_if, data["how"], data["interrupted"],
-            tokens=data.get("tokens"), checks=_checks(data.get("checks")),
+            data["title"], _heads(data), _findings(data), _pairs(data["unmeasured"]), what_if, data["how"],
+            data["interrupted"], tokens=data.get("tokens"), checks=_checks(data.get("checks")),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is not a whole report: {type(error).__name__}: {error}") from None
 
 
+def _pairs(given: list) -> list[tuple[str, str]]:
+    return [(layer, reason) for layer, reason in given]
+
+
 def _heads(data: dict) -> list[HeadReading]:
-    return [
-        HeadReading(
-            head["layer"],
-            head["index"],
-            head["head"],
-            cast(Spreads, SavedSpreads({name: SavedSpread(x) for name, x in head["statistics"].items()})),
-            None,
-            math.nan if (predicted := head.get("predicted_logit_variance")) is None else predicted,
-            can_be_judged=head.get("judged", True),
-            saved_rows=head.get("rows"),
-            ablation=math.nan if (change := head.get("ablation")) is None else change,
-            gate=head.get("gate", math.nan),
-            gate_near_zero=head.get("gate_near_zero", math.nan),
-        )
-        for head in data["heads"]
-    ]
+    found = []
+    for head in data["heads"]:
+        spreads = SavedSpreads({name: SavedSpread(x) for name, x in head["statistics"].items()})
+        found.append(HeadReading(
+            head["layer"], head["index"], head["head"], cast(Spreads, spreads), None,
+            _number(head.get("predicted_logit_variance")), can_be_judged=head.get("judged", True),
+            ablation=_number(head.get("ablation")), gate=_number(head.get("gate")),
+            gate_near_zero=_number(head.get("gate_near_zero")), saved_rows=head.get("rows"),
+        ))  # fmt: skip
+    return found
+
+
+def _number(x: float | None) -> float:
+    return math.nan if x is None else x
 
 
 def _checks(data: dict | None) -> Checks | None:
     if data is None:
         return None
-    skipped = [(name, why) for name, why in data["skipped"]]
     loss = None if data["loss"] is None else LossReading(**data["loss"])
     what_if = {name: change for name, one in data["what_if"].items() if (change := _loss_change(one))}
-    return Checks(data["done"], skipped, loss, what_if, _ablation(data["ablation"]), data["seconds"])
+    return Checks(data["done"], _pairs(data["skipped"]), loss, what_if, _ablation(data["ablation"]), data["seconds"])
 
 
 def _loss_change(data: dict | None) -> LossChange | None:
     names = ("loss", "change", "low", "high")
-    return None if data is None else LossChange(*(math.nan if data[name] is None else data[name] for name in names))
+    return None if data is None else LossChange(*(_number(data[name]) for name in names))
 
 
 def _ablation(data: dict | None) -> Ablation | None:
@@ -121,8 +111,9 @@ def _ablation(data: dict | None) -> Ablation | None:
         return None
     heads = {(one["index"], one["head"]): one["change"] for one in data["heads"]}
     layers = {one["index"]: one["change"] for one in data["layers"]}
-    own = math.nan if data["own"] is None else data["own"]
-    return Ablation(data["unit"], own, heads, layers, data["missing"], data["seconds"], data["sequences"])
+    return Ablation(
+        data["unit"], _number(data["own"]), heads, layers, data["missing"], data["seconds"], data["sequences"]
+    )
 
 
 def _findings(data: dict) -> list[Finding]:

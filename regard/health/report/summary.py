@@ -121,7 +121,6 @@ def count_kinds(found: Iterable[tuple[str, int]]) -> list[str]:
 
 
 def count_noun(number: int, noun: str) -> str:
-    """`3 heads`, `1 head`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
+from regard.health.readings.heads import HeadReading
+from regard.health.report.report import Report
 from regard.health.report.summary import ROOT, count_kinds, count_noun
 from regard.table import Table, format_number
-
-if TYPE_CHECKING:
-    from regard.health.findings import Finding
-    from regard.health.readings.heads import HeadReading
-    from regard.health.report.report import Report
 
 BLOCKS, DIGITS = " ▁▂▃▄▅▆▇█", " 0123456789"  # the first is for NaN; digits where the encoding has no blocks
 COLUMNS = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio")
@@ -21,7 +18,6 @@ COLOURS = {"critical": "red", "warning": "yellow", "note": "cyan"}
 
 
 def show(report: Report, file: TextIO | None = None) -> None:
-    """Print the report."""
     file = sys.stdout if file is None else file
     write = _line_writer(file)
     write(f"\n{printable(report.title)}", "bold")
@@ -33,7 +29,9 @@ def show(report: Report, file: TextIO | None = None) -> None:
         sign = "block" if signs == BLOCKS else "digit"
         print(f"one {sign} per head, from 0 ({signs[1]}) to 1 ({signs[-1]}); max logit: the layer's largest", file=file)
     for finding in report.findings:
-        heads = f"{count_noun(len(finding.heads), 'head')}: {_list_heads(finding)}"
+        listed = " ".join(f"{index}·{head}" for index, head in finding.places[:HEADS_LISTED])
+        more = f" and {len(finding.heads) - HEADS_LISTED} more" if len(finding.heads) > HEADS_LISTED else ""
+        heads = f"{count_noun(len(finding.heads), 'head')}: {listed}{more}"
         write(f"\n{finding.kind} ({finding.severity}), {heads}", COLOURS[finding.severity])
         for line in (finding.evidence, f"remedy: {finding.remedy}", f"threshold: {finding.threshold}"):
             print(f"  {printable(line)}", file=file)
@@ -105,12 +103,6 @@ def _signs_for(file: TextIO) -> str:
     except UnicodeEncodeError:
         return DIGITS
     return BLOCKS
-
-
-def _list_heads(finding: Finding) -> str:
-    shown = [f"{index}·{head}" for index, head in finding.places[:HEADS_LISTED]]
-    more = f" and {len(finding.heads) - HEADS_LISTED} more" if len(finding.heads) > HEADS_LISTED else ""
-    return " ".join(shown) + more
 
 
 def _sign(share: float, signs: str) -> str:

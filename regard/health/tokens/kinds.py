@@ -12,8 +12,6 @@
 | induction | on random tokens that are repeated: the token after the earlier copy of the query's own |
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

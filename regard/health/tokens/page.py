@@ -1,14 +1,7 @@
 """The page of a `Look`: kinds of heads, and for each head its tokens, top keys, received mass and map; no script."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from regard.health.report.page.document import escape, make_document
-from regard.health.tokens.view import describe_kind
-
-if TYPE_CHECKING:
-    from regard.health.tokens.view import HeadLook, Look, QueryTop
+from regard.health.tokens.view import HeadLook, Look, QueryTop, describe_kind
 
 DRAWN = 16  # heads in full; the others are in the table of kinds
 ROWS = 256  # rows of a head's table
@@ -17,21 +10,17 @@ FAINT = 0.01  # weights below are not drawn
 
 
 def render(look: Look) -> str:
-    """The HTML of a look."""
     shown = sorted(look.heads, key=lambda head: -head.score)[:DRAWN]
     note = ""
     if len(look.heads) > DRAWN:
         note = f'<p class="meaning">The {DRAWN} heads with the highest scores; choose others with layer= and head=.</p>'
     gaps = "".join(f"<p>Not read: {escape(layer)}: {escape(reason)}</p>" for layer, reason in look.unmeasured)
+    passage = " ".join(f'<span class="token">{escape(token)}</span>' for token in look.tokens[:ROWS])
     header = f"""<header><p class="brand">regard · what heads look at</p>
 <h1>{escape(look.title)}</h1>{gaps}
-<p class="passage">{_passage(look.tokens)}</p></header>"""
+<p class="passage">{passage}</p></header>"""
     body = [header, _kinds(look) if len(look.heads) > 1 else "", note, *map(_head, shown)]
     return make_document(title=f"{look.title}: what heads look at", body="\n".join(body))
-
-
-def _passage(tokens: list[str]) -> str:
-    return " ".join(f'<span class="token">{escape(token)}</span>' for token in tokens[:ROWS])
 
 
 def _kinds(look: Look) -> str:

@@ -45,18 +45,10 @@ class TokenReader:
     """Reads every layer that is wanted, or one head of it; the first call of each layer in a forward counts."""
 
     def __init__(
-        self,
-        sides: dict[str, Side],
-        special: Sequence[str] = (),
-        *,
-        layer: int | str | None = None,
-        head: int | None = None,
-        rows: Callable[[int], list[int]] | None = None,
-        top: int = 8,
-        padding: Sequence[Tensor] = (),
-        period: int | None = None,
-        keeps_maps: bool = True,
-    ) -> None:
+        self, sides: dict[str, Side], special: Sequence[str] = (), *, layer: int | str | None = None,
+        head: int | None = None, rows: Callable[[int], list[int]] | None = None, top: int = 8,
+        padding: Sequence[Tensor] = (), period: int | None = None, keeps_maps: bool = True,
+    ) -> None:  # fmt: skip
         self.sides, self.special, self.layer, self.head, self.top = sides, special, layer, head, top
         self.choose_rows, self.period, self.keeps_maps = rows, period, keeps_maps
         self.layers: dict[tuple[str, int], LayerTokens] = {}
@@ -183,13 +175,9 @@ def select_head(call: Call, head: int) -> Call:
         if isinstance(value, Tensor) and value.ndim:
             options[name] = pick(value, -1 if value.ndim == 1 else -3)
     return replace(
-        call,
-        q=pick(call.q, -3),
-        k=pick_shared(call.k),
-        v=pick_shared(call.v),
-        mask=pick(call.mask, -3),
+        call, q=pick(call.q, -3), k=pick_shared(call.k), v=pick_shared(call.v), mask=pick(call.mask, -3),
         options=options,
-    )
+    )  # fmt: skip
 
 
 def select_block(call: Call, first: int, last: int) -> Call:

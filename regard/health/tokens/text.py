@@ -141,6 +141,11 @@ class TokenBatch:
         """The ids that the model continues, [B, N]: the decoder's if it has some."""
         return self.named[DECODER] if self.has_decoder else self.ids
 
+    def map(self, change: Callable[[Any], Any]) -> TokenBatch:
+        """Returns the batch with every argument changed."""
+        named = {name: change(x) for name, x in self.named.items()}
+        return replace(self, args=tuple(map(change, self.args)), named=named, own=None)
+
     def with_ids(self, ids: Tensor) -> TokenBatch:
         """Returns the batch with other ids for the (encoder's) ones."""
         if isinstance(self.key, int):
@@ -166,18 +171,12 @@ class TokenBatch:
                 return x[:length, :length]  # a mask [N, N]
             return x[:sequences] if x.ndim and x.shape[0] == batch else x
 
-        named = {name: shorten(x) for name, x in self.named.items()}
-        return replace(self, args=tuple(map(shorten, self.args)), named=named, own=None)
+        return self.map(shorten)
 
     def select(self, rows: Tensor) -> TokenBatch:
         """Returns some sequences in another order; every argument with that many is indexed alike."""
         batch = self.ids.shape[0]
-
-        def pick(x: Any) -> Any:
-            return x[rows] if isinstance(x, Tensor) and x.ndim > 1 and x.shape[0] == batch else x
-
-        named = {name: pick(x) for name, x in self.named.items()}
-        return replace(self, args=tuple(map(pick, self.args)), named=named, own=None)
+        return self.map(lambda x: x[rows] if isinstance(x, Tensor) and x.ndim > 1 and x.shape[0] == batch else x)
 
     def text_mask(self, pad: int | None) -> Tensor:
         """True where `targets` holds text, [B, N], by the batch's mask and the pad token."""

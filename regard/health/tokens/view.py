@@ -7,16 +7,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from regard.health.report import files
 from regard.health.report.terminal import printable
 from regard.health.tokens.kinds import KINDS, MIXED, name_kind
-
-if TYPE_CHECKING:
-    from regard.health.tokens.reader import LayerTokens, TokenReader
+from regard.health.tokens.reader import LayerTokens, TokenReader
 
 PRINTED = 32  # rows in a terminal
 LISTED = 12  # heads of a kind in a terminal
@@ -227,16 +225,10 @@ def _head_look(layer: LayerTokens, at: int) -> HeadLook:
         for row, keys, shares in zip(layer.rows, indices, weights, strict=True)
     ]
     return HeadLook(
-        layer.name,
-        layer.index,
-        layer.first_head + at,
-        layer.query_names,
-        layer.key_names,
-        top,
-        layer.received[at].float().cpu(),
-        None if layer.maps is None else layer.maps[at].cpu(),
+        layer.name, layer.index, layer.first_head + at, layer.query_names, layer.key_names, top,
+        layer.received[at].float().cpu(), None if layer.maps is None else layer.maps[at].cpu(),
         layer.scores[at] if layer.scores else {},
-    )
+    )  # fmt: skip
 
 
 def _list_keys(keys: Sequence[TopKey]) -> str:

@@ -9,19 +9,30 @@
 | diffuse | in ten samples on end | a note while training is young, then a warning |
 | logits rising, entropy falling towards the limit | by a trend over ten samples | warning |
 
-Each is raised once per head; heads that get the same alarm in one sample share it. After the first alarm of a kind the
-next one waits until twice as many heads have it, so that a large model raises a few, not hundreds.
+Each is raised once per head; heads that get the same alarm in one sample share it, and its text quotes the worst. After
+the first alarm of a kind the next one waits until twice as many heads have it, so that a large model raises a few, not
+hundreds.
+
+A trend is reported if the ten samples are ordered, the last three are near the limit, and the line through them,
+continued for four times their span, passes it. Healthy trainings have long steep trends at the start too, but they stop
+far from the limit.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 
-from regard.health.watching.trends import SAMPLES, find_trends
+from regard.health.findings._finding import LOGIT_LIMIT
 from regard.table import format_number
 
+SAMPLES = 10  # of a trend
+AHEAD = 4.0  # how far a trend is continued, in spans of the samples
+SWAPS = 4  # of the 45 pairs may be out of order; 1 of 5,591 random orders has no more
+ENTROPY_LIMIT = 0.05  # of the mean entropy ratio
 URGENT = 2  # samples on end with a logit beyond the limit
 WIDESPREAD, MOST = 3, 0.5  # samples on end, and the share of the heads, from which on a slow finding is urgent
 YOUNG = 1000  # steps during which diffuse heads are a note
@@ -33,12 +44,13 @@ NUMBERS: dict[str, Callable[[float], str]] = {
     "dead": lambda x: f"values differ by {format_number(x)}",
     "diffuse": lambda x: f"mean entropy ratio {format_number(x)}",
 }
+WORSE_BELOW = ("collapsed", "dead", "falling")  # kinds whose worst head has the smallest number
 WIDE = ("collapsed", "dying gradient")
 NOT_FINITE = "its output is NaN or infinite; stop, go back to the last checkpoint, lower the learning rate"
 
 Place = tuple[str, int]  # layer label, head
 Flags = Mapping[str, Mapping[Place, float]]
-Event = tuple[str, str, Place, str]  # kind, severity, where, text
+Event = tuple[str, str, Place, float, str]  # kind, severity, where, its number, text
 
 
 @dataclass(frozen=True)
@@ -65,17 +77,16 @@ class AlarmRules:
         self._streaks: dict[str, dict[Place, int]] = {}  # by kind: samples on end that had it
         self._wide_streaks: dict[str, int] = {}
         self._raised: set[tuple[str, str, Place]] = set()
-        self._waiting: dict[tuple[str, str], list[tuple[Place, str]]] = {}  # events that the next alarm will tell
+        self._waiting: dict[tuple[str, str], list[Event]] = {}  # what the next alarm will tell
         self._head_counts: dict[tuple[str, str], int] = {}  # heads in the alarms so far, by kind and severity
         self.is_suspicious = False  # is a head over a limit that has not been reported?
 
-    def add(self, step: int, rows: Iterable[dict], flags: Flags) -> list[Alarm]:
+    def add(self, step: int, rows: Sequence[dict], flags: Flags) -> list[Alarm]:
         """Returns the new alarms after one more sample: a dict per head (see `head_rows`), and what findings say."""
-        rows = list(rows)
-        for kind, severity, place, text in self._events(step, rows, flags):
-            if (kind, severity, place) not in self._raised:
-                self._raised.add((kind, severity, place))
-                self._waiting.setdefault((kind, severity), []).append((place, text))
+        for event in self._events(step, rows, flags):
+            if event[:3] not in self._raised:
+                self._raised.add(event[:3])
+                self._waiting.setdefault(event[:2], []).append(event)
         over = {(kind, place) for kind in ("exploding logits", *WIDE) for place in flags.get(kind, {})}
         reported = {(kind, place) for kind, severity, place in self._raised if severity != "note"}
         self.is_suspicious = bool(over - reported)
@@ -85,12 +96,12 @@ class AlarmRules:
             if len(events) >= before:
                 self._head_counts[kind, severity] = before + len(events)
                 del self._waiting[kind, severity]
-                new.append(Alarm(step, kind, severity, tuple(place for place, _ in events), _describe(events)))
+                new.append(Alarm(step, kind, severity, tuple(place for _, _, place, *_ in events), _describe(events)))
         return new
 
-    def _events(self, step: int, rows: list[dict], flags: Flags) -> Iterator[Event]:
+    def _events(self, step: int, rows: Sequence[dict], flags: Flags) -> Iterator[Event]:
         for place in flags.get("not finite", {}):
-            yield "not finite", "critical", place, NOT_FINITE
+            yield "not finite", "critical", place, 0.0, NOT_FINITE
         places = [(row["layer"], row["head"]) for row in rows]
         measured = set(places)
         for kind, describe in NUMBERS.items():
@@ -104,7 +115,7 @@ class AlarmRules:
                 streaks[place] = before.get(place, 0) + 1
                 if streaks[place] >= needed:
                     text = f"{kind} in each of the last {needed} samples ({describe(found[place])})"
-                    yield kind, severity, place, text
+                    yield kind, severity, place, found[place], text
         positional = flags.get("positional", {})
         for row in rows:
             place = row["layer"], row["head"]
@@ -112,7 +123,7 @@ class AlarmRules:
             numbers.append((row["step"], row["max_logit"], row["entropy_ratio"]))
             for kind, text in find_trends(numbers):
                 if kind != "falling" or place not in positional:
-                    yield kind, "warning", place, text
+                    yield kind, "warning", place, row["max_logit" if kind == "rising" else "entropy_ratio"], text
 
     def _judge(self, kind: str, step: int) -> tuple[str, int]:
         """Returns the severity of a kind now, and how many samples on end it takes."""
@@ -125,8 +136,57 @@ class AlarmRules:
         return "warning", SAMPLES
 
 
-def _describe(events: list[tuple[Place, str]]) -> str:
-    """Returns one sentence for all heads with the same problem."""
-    ((layer, head), text), *others = events
-    more = f"; also {len(others)} more head{'' if len(others) == 1 else 's'}" if others else ""
+def _describe(events: list[Event]) -> str:
+    """Returns one sentence for all heads with the same problem, about the worst of them."""
+    *_, (layer, head), _, text = max(events, key=_severity)
+    more = f"; also {len(events) - 1} more head{'' if len(events) == 2 else 's'}" if len(events) > 1 else ""
     return f"{layer}, head {head}: {text}{more}"
+
+
+def _severity(event: Event) -> float:
+    """Returns a number that is larger for a worse head of the same kind; a scale may be off on either side."""
+    kind, _, _, number, _ = event
+    if kind == "scale off":
+        return abs(math.log(max(number, 1e-30)))
+    return -number if kind in WORSE_BELOW else number
+
+
+def find_trends(samples: Collection[tuple[int, float, float]]) -> Iterator[tuple[str, str]]:
+    """Yields ("rising" or "falling", text) for a head's last samples: (step, largest logit, entropy ratio)."""
+    if len(samples) < SAMPLES:
+        return
+    steps, logits, ratios = zip(*samples, strict=True)
+    then = steps[-1] + AHEAD * (steps[-1] - steps[0])
+    if _recent_mean(logits) > LOGIT_LIMIT / 4 and is_rising(logits):  # few heads come near the limit
+        logit = extrapolate(steps, logits, then)
+        if logit > LOGIT_LIMIT:
+            yield (
+                "rising",
+                f"largest logit {format_number(logits[-1])}, rising towards {format_number(logit)} by step {then:.0f}",
+            )
+    if _recent_mean(ratios) < 2 * ENTROPY_LIMIT and is_rising(ratios[::-1]):
+        ratio = extrapolate(steps, ratios, then)
+        if ratio < ENTROPY_LIMIT:
+            yield "falling", f"entropy ratio {ratios[-1]:.3g}, falling towards {max(ratio, 0):.2g} by step {then:.0f}"
+
+
+def is_rising(values: Sequence[float]) -> bool:
+    """True if all but a few pairs of values are in ascending order.
+
+    >>> from regard.health.watching.alarms import is_rising
+    >>> is_rising([1, 2, 3, 5, 4, 6, 7, 8, 9, 10]), is_rising([1, 2, 9, 8, 7, 6, 5, 4, 3, 10])
+    (True, False)
+    """
+    return sum(not a < b for a, b in combinations(values, 2)) <= SWAPS
+
+
+def _recent_mean(values: Sequence[float]) -> float:
+    return sum(values[-3:]) / 3
+
+
+def extrapolate(steps: Sequence[float], values: Sequence[float], then: float) -> float:
+    """The value at step `then` of the least-squares line through (steps, values)."""
+    middle, mean = sum(steps) / len(steps), sum(values) / len(values)
+    spread = sum((step - middle) ** 2 for step in steps)
+    products = ((step - middle) * (value - mean) for step, value in zip(steps, values, strict=True))
+    return mean + (sum(products) / spread if spread else 0.0) * (then - middle)

@@ -1,34 +1,29 @@
 """Trainer callbacks of `Monitor` and `QKClip`, for transformers and Lightning."""
 
-from __future__ import annotations
+import importlib
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
+from regard.health.monitor import Monitor
+from regard.health.qk_clip.training import QKClip
 
-if TYPE_CHECKING:
-    from regard.health.monitor import Monitor
-    from regard.health.qk_clip.training import QKClip
+BASES = {  # of callbacks: module, class, what is missing without it
+    "trainer": ("transformers", "TrainerCallback", 'trainer_callback needs transformers: pip install "regard[hf]"'),
+    "lightning": ("lightning.pytorch", "Callback", "lightning_callback needs lightning: pip install lightning"),
+}
 
 
-def _import_trainer_callback() -> Any:
+def _import_base(which: str) -> Any:
+    module, name, hint = BASES[which]
     try:
-        from transformers import TrainerCallback
+        return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        raise ImportError('trainer_callback needs transformers: pip install "regard[hf]"') from error
-    return TrainerCallback
-
-
-def _import_lightning_callback() -> Any:
-    try:
-        from lightning.pytorch import Callback
-    except ModuleNotFoundError as error:
-        raise ImportError("lightning_callback needs lightning: pip install lightning") from error
-    return Callback
+        raise ImportError(hint) from error
 
 
 def trainer_callback(monitor: Monitor) -> Any:
     """Returns a `transformers.TrainerCallback` that gives a monitor the trainer's steps and closes it at the end."""
 
-    class MonitorCallback(_import_trainer_callback()):  # type: ignore[misc]
+    class MonitorCallback(_import_base("trainer")):  # type: ignore[misc]
         def on_train_begin(self, args, state, control, **kwargs):
             monitor.watch()  # a second train() comes after the end of the first
 
@@ -47,7 +42,7 @@ def trainer_callback(monitor: Monitor) -> Any:
 def lightning_callback(monitor: Monitor) -> Any:
     """Returns a Lightning `Callback` for a monitor: its steps, its end, and its loggers where `log` is None."""
 
-    class MonitorCallback(_import_lightning_callback()):  # type: ignore[misc]
+    class MonitorCallback(_import_base("lightning")):  # type: ignore[misc]
         def on_train_start(self, trainer, module):
             monitor.watch()
             monitor.use_loggers(trainer.loggers)
@@ -67,7 +62,7 @@ def lightning_callback(monitor: Monitor) -> Any:
 def clip_trainer_callback(clip: QKClip) -> Any:
     """Returns a `transformers.TrainerCallback` that clips after each optimizer step."""
 
-    class QKClipCallback(_import_trainer_callback()):  # type: ignore[misc]
+    class QKClipCallback(_import_base("trainer")):  # type: ignore[misc]
         def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
             clip.follow(optimizer)
             clip.step()
@@ -81,7 +76,7 @@ def clip_trainer_callback(clip: QKClip) -> Any:
 def clip_lightning_callback(clip: QKClip) -> Any:
     """Returns a Lightning `Callback` that clips after each optimizer step; accumulated batches are no step."""
 
-    class QKClipCallback(_import_lightning_callback()):  # type: ignore[misc]
+    class QKClipCallback(_import_base("lightning")):  # type: ignore[misc]
         def on_train_start(self, trainer, module):
             self.at = trainer.global_step
             for optimizer in trainer.optimizers:

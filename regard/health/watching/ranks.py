@@ -43,7 +43,6 @@ class Ranks:
         return dist.get_world_size(self.group) > 1
 
     def is_first(self) -> bool:
-        """True on the rank that writes."""
         return not self.is_distributed() or dist.get_rank(self.group) == 0
 
     def _key(self, rank: int) -> str:
@@ -73,7 +72,9 @@ class Ranks:
             self.costs = [(spent, elapsed)]
             return merge_ranks(list(tables), [table[None] for table in tables.values()])
         if self._must_agree:
-            self._agree(tables)
+            known: list[Any] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(known, [*self.agreed, *tables], group=self.group)
+            self.agreed = sorted({LayerKey(*key) for keys in known for key in keys})
         met_new = any(key not in self.agreed for key in tables)
         parts = [torch.tensor([float(met_new), spent, elapsed], dtype=torch.float64)]
         parts += [(tables[key] if key in tables else empty_table(key.heads)).flatten() for key in self.agreed]
@@ -88,11 +89,6 @@ class Ranks:
         each = whole[:, HEADER:].split(sizes, 1) if sizes else ()
         shaped = [part.view(world, key.heads, -1) for key, part in zip(self.agreed, each, strict=True)]
         return merge_ranks(self.agreed, shaped)
-
-    def _agree(self, tables: Mapping[LayerKey, Tensor]) -> None:
-        known: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(known, [*self.agreed, *tables], group=self.group)
-        self.agreed = sorted({LayerKey(*key) for keys in known for key in keys})
 
     def _device(self) -> torch.device:
         on_gpu = "nccl" in dist.get_backend(self.group)

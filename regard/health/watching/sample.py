@@ -72,7 +72,6 @@ class LayerSample:
 
 
 def empty_table(heads: int) -> Tensor:
-    """Returns the table of a layer without rows."""
     return torch.tensor([EMPTY_ROW], dtype=torch.float64).repeat(heads, 1)
 
 
@@ -132,14 +131,11 @@ def series_names(labels: Sequence[str]) -> dict[str, str]:
     ({'layers.2.attn': 'layer_02', 'layers.10.attn': 'layer_10'}, {'encoder': 'layer_00', 'decoder': 'layer_01'})
     """
     parts = [re.split(r"(\d+)", label) for label in labels]
-    differ = [at for at in range(len(parts[0])) if len({part[at] for part in parts}) > 1] if _are_alike(parts) else []
+    alike = len(parts) > 1 and len({len(part) for part in parts}) == 1
+    differ = [at for at in range(len(parts[0])) if len({part[at] for part in parts}) > 1] if alike else []
     if len(differ) == 1 and parts[0][differ[0]].isdigit():
         return {label: f"layer_{int(part[differ[0]]):02}" for label, part in zip(labels, parts, strict=True)}
     return {label: f"layer_{at:02}" for at, label in enumerate(labels)}
-
-
-def _are_alike(parts: Sequence[Sequence[str]]) -> bool:
-    return len(parts) > 1 and len({len(part) for part in parts}) == 1
 
 
 def scalars_of(layers: Sequence[LayerSample], names: Mapping[str, str]) -> dict[str, float]:

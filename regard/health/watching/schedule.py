@@ -14,8 +14,6 @@ fine-tuning is watched too. With `every` below 8, one step in `every` is sampled
 ([1, 2, 3], [28, 30, 34, 38])
 """
 
-from __future__ import annotations
-
 PER_GAP = 10  # samples before the gap doubles; a trend needs as many
 DENSE_FROM = 8  # `every` from which on the start is denser than it
 CLOSER = 10  # samples in a row that a suspicious head may draw closer

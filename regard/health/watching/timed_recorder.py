@@ -17,13 +17,7 @@ from regard.health.capture.interception import running_frame, uncaptured
 from regard.health.findings import collapsed, dead, diffuse, dying_gradient, exploding_logits, scale_off
 from regard.health.findings._finding import LOGIT_LIMIT, HeadList, positional_heads
 from regard.health.measurement.norms import add_norms
-from regard.health.measurement.postponed import (
-    MOST_BYTES,
-    PostponedCall,
-    can_wait,
-    copy_first,
-    measure_together,
-)
+from regard.health.measurement.postponed import MOST_BYTES, PostponedCall, can_wait, copy_first, measure_together
 from regard.health.measurement.recorder import HEADS_CHANGE, BatchReading, Layer, Recorder
 from regard.health.measurement.side_stream import HostCopies, record_event
 from regard.health.readings.heads import heads_of
@@ -44,9 +38,9 @@ class TimedRecorder(Recorder):
 
     def __init__(self, sequences: int | None = None) -> None:
         super().__init__(sequences=sequences)
+        self.step, self.seconds = 0, 0.0  # that is measured; what opening and closing its interception took
         self._calls: list[tuple[Moment, Moment]] = []  # where observing a call began and ended
         self._own: list[tuple[Moment, Moment]] = []  # the same of what the model runs within
-        self._is_on_gpu = False
         self._postponed: list[PostponedCall] = []
         self._bytes = 0  # of their copies
         self._measured: list[tuple[tuple[str, int], BatchReading]] = []  # of postponed calls, by the layer's key
@@ -61,7 +55,7 @@ class TimedRecorder(Recorder):
         """Returns the seconds that measuring took, on the host or on the GPU, whichever was longer; waits for it."""
         host = sum(end.time - begin.time for begin, end in self._calls)
         host -= sum(end.time - begin.time for begin, end in self._own)
-        return max(host, _count_gpu_seconds(self._calls) - _count_gpu_seconds(self._own))
+        return self.seconds + max(host, _count_gpu_seconds(self._calls) - _count_gpu_seconds(self._own))
 
     def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
         outputs, model_failed = [], False
@@ -98,7 +92,7 @@ class TimedRecorder(Recorder):
     def _observe(self, call: Call, name: str, run_model: Callable[[], Tensor]) -> Tensor:
         output = super().__call__(call, name, run_model)
         if self.layers[self.key].reason is None and call.obstacle is None:
-            small = call if self.sequences is None else call.first_sequences(self.sequences)
+            small = call.first_sequences(self.sequences)
             add_norms(self._batch[self.key].reading.flat[None], small.q, small.k, small.v)
         return output
 
@@ -220,7 +214,7 @@ class MaxLogitRecorder(TimedRecorder):
         if call.obstacle is not None:
             layer.mark_unmeasured(call.obstacle)
             return output
-        small = call if self.sequences is None else call.first_sequences(self.sequences)
+        small = call.first_sequences(self.sequences)
         q, k, v = (x.detach() for x in (small.q, small.k, small.v))
         layer.heads = q.shape[1]
         if q.numel() and k.numel():
@@ -239,7 +233,6 @@ class MaxLogitRecorder(TimedRecorder):
             copies.add(largest, partial(setitem, self.largest, key))
 
     def finish_batch(self) -> bool:
-        """Reads the largest logits."""
         self._copies.finish()
         for key, largest in self.largest.items():
             self.layers[key].not_finite = (largest.isnan() | largest.isposinf()).nonzero()[:, 0].tolist()

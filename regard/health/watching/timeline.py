@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,7 +88,6 @@ def read_log(path: str | Path) -> Log:
 
 
 def render(log: Log, title: str) -> str:
-    """Returns the page's HTML."""
     steps = [sample["step"] for sample in log.samples]
     serious = [alarm for alarm in log.alarms if alarm["severity"] != "note"]
     first = f"First alarm at step {serious[0]['step']}: {serious[0]['text']}." if serious else "No alarm."
@@ -181,7 +180,8 @@ def _draw_map(log: Log, series: str, title: str, heat: Callable[[float], tuple[s
     layers = [layer for layer in log.layers() if log.series(f"{layer}/{series}")]
     if len(layers) < 2:
         return ""
-    groups = _columns(log.samples)
+    size = math.ceil(len(log.samples) / COLUMNS)
+    groups = [log.samples[at : at + size] for at in range(0, len(log.samples), size)]
     cell, row, left = (WIDTH * 1.5 - 80) / len(groups), max(8, min(18, 360 // len(layers))), 70
     worst = max if series == "max_logit" else min
     parts = []
@@ -200,12 +200,6 @@ def _draw_map(log: Log, series: str, title: str, heat: Callable[[float], tuple[s
     end = len(layers) * row + 14
     for column in sorted({0, len(groups) // 2, len(groups) - 1}):
         parts.append(f'<text x="{left + column * cell:.1f}" y="{end}">{groups[column][0]["step"]}</text>')
-    size = f"0 0 {left + len(groups) * cell + 40:.0f} {end + 6}"
+    box = f"0 0 {left + len(groups) * cell + 40:.0f} {end + 6}"
     return f"""<h2>{escape(title)}</h2><p class="meaning">A column per sample, by step.</p>
-<div class="map"><svg viewBox="{size}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></div>"""
-
-
-def _columns(samples: Sequence[dict]) -> list[list[dict]]:
-    """Returns the samples in groups, at most `COLUMNS` of them."""
-    size = math.ceil(len(samples) / COLUMNS)
-    return [list(samples[at : at + size]) for at in range(0, len(samples), size)]
+<div class="map"><svg viewBox="{box}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></div>"""

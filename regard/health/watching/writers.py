@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from regard.health.probing.task import finite
+
 Scalars = dict[str, float]
 STEP_AXIS = "attention/step"
 
@@ -71,14 +73,9 @@ def _write_lines(path: Path) -> Writer:
 
     def append(rows: list[dict]) -> None:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({name: _json_number(x) for name, x in row.items()}) + "\n" for row in rows)
+            file.writelines(json.dumps({name: finite(x) for name, x in row.items()}) + "\n" for row in rows)
 
     return RowWriter(append)
-
-
-def _json_number(x: Any) -> Any:
-    """Returns `x`, or None if it is NaN or infinite, which JSON lacks."""
-    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 class TensorBoard(Writer):
@@ -88,7 +85,7 @@ class TensorBoard(Writer):
         self.log = log
 
     def write(self, step: int, scalars: Scalars, rows: list[dict]) -> None:
-        for name, value in (finite(scalars) | head_series(rows)).items():
+        for name, value in (without_nan(scalars) | head_series(rows)).items():
             self.log.add_scalar(name, value, step)
 
     def write_alarm(self, alarm: dict) -> None:
@@ -103,7 +100,7 @@ class DictWriter(Writer):
         self.send = send
 
     def write(self, step: int, scalars: Scalars, rows: list[dict]) -> None:
-        self.send(finite(scalars) | head_series(rows), step)
+        self.send(without_nan(scalars) | head_series(rows), step)
 
 
 class WeightsAndBiases(Writer):
@@ -122,7 +119,7 @@ class WeightsAndBiases(Writer):
         at = getattr(self.run, "step", None)
         if self._step is not None and at == self._step:
             self.run.log({}, commit=True)
-        self.run.log(finite(scalars) | head_series(rows) | {STEP_AXIS: step}, commit=False)
+        self.run.log(without_nan(scalars) | head_series(rows) | {STEP_AXIS: step}, commit=False)
         self._step = getattr(self.run, "step", None)
 
 
@@ -168,7 +165,7 @@ class Trackers(Writer):
             self._writers[id(tracker)].write(step, scalars, rows)
 
 
-def finite(scalars: Scalars) -> Scalars:
+def without_nan(scalars: Scalars) -> Scalars:
     """Returns the scalars without NaN: a number that a sample lacks has no point in its series."""
     return {name: value for name, value in scalars.items() if not math.isnan(value)}
 

@@ -1,19 +1,14 @@
 """The page of a `Comparison`: what changed, tables, and a map of A, of B and of B − A for every statistic."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from regard.health.report.comparison import describe_gaps, describe_name
+from regard.health.report.comparison import Comparison, FindingChange, describe_gaps, describe_name
 from regard.health.report.glossary import FINDINGS, link, make_glossary
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import KEYS, describe_statistics, list_layers, list_numbers
 from regard.health.report.page.problems import make_chips
 from regard.table import Table
-
-if TYPE_CHECKING:
-    from regard.health.report.comparison import Comparison, FindingChange
 
 LIMIT = 2_500_000  # bytes of the packed numbers
 DETAILS = ((KEYS, 5), (KEYS, 3), (KEYS[:1], 3))  # which numbers of a statistic, to how many digits
@@ -75,7 +70,6 @@ def _card(change: FindingChange, severity: str) -> str:
 
 
 def make_payload(a: dict[str, Any], b: dict[str, Any], keys: Sequence[str], digits: int) -> dict[str, Any]:
-    """The numbers that compare.js draws."""
     return dict(
         **describe_statistics(),
         keys=list(keys),

@@ -3,8 +3,6 @@
 The content security policy names the script and the style by their hashes, so nothing else can run or be loaded.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -1,25 +1,20 @@
 """The numbers that page.js and compare.js draw: per head and statistic seven numbers and a coarse histogram."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from regard.health.findings import Finding
 from regard.health.readings import histogram as bins
+from regard.health.readings.heads import HeadReading
 from regard.health.readings.histogram import BINS, ROW
-from regard.health.readings.layer_reading import CURVES
+from regard.health.readings.layer_reading import CURVES, LayerReading
 from regard.health.report.glossary import STATISTICS, WORDS
 from regard.health.report.page.problems import checks_of, first_place
+from regard.health.report.report import Report
 from regard.health.report.summary import ROOT
-
-if TYPE_CHECKING:
-    from regard.health.findings import Finding
-    from regard.health.readings.heads import HeadReading
-    from regard.health.readings.layer_reading import LayerReading
-    from regard.health.report.report import Report
 
 ABLATION = "ablation"
 KEYS = ("mean", "std", "min", "q05", "q50", "q95", "max")

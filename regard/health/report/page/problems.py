@@ -1,20 +1,16 @@
 """The first part of a page: what is wrong, since which layer, what to do, what it would gain."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from regard.health.findings import Finding
+from regard.health.readings.heads import HeadReading
 from regard.health.report.glossary import FINDINGS, link, link_words
 from regard.health.report.page.document import escape
+from regard.health.report.report import Report
 from regard.health.report.summary import count_noun, describe_no_findings
 from regard.table import format_number
-
-if TYPE_CHECKING:
-    from regard.health.findings import Finding
-    from regard.health.readings.heads import HeadReading
-    from regard.health.report.report import Report
 
 CHIPS = 48  # heads of a finding
 HEADLINES = 4  # findings named at the top
@@ -36,10 +32,10 @@ def list_headlines(report: Report) -> str:
         kind = link(one.kind, one.kind[:1].upper() + one.kind[1:])
         where, meaning = escape(describe_where(report, one)), escape(FINDINGS.get(one.kind, ""))
         lines += f'<li class="{one.severity}"><b>{kind}</b> {where}. {meaning}</li>'
-    left = sum(finding.severity != "note" for finding in report.findings) - len(grave)
-    more = f"<li>and {count_noun(left, 'more finding')}, below</li>" if left else ""
     if not grave:
         return ""
+    left = sum(finding.severity != "note" for finding in report.findings) - len(grave)
+    more = f"<li>and {count_noun(left, 'more finding')}, below</li>" if left else ""
     step = link_words(grave[0].remedy.split(". ")[0].rstrip(".") + ".")  # the first sentence
     return f'<ul class="headlines">{lines}{more}</ul><p class="first-step"><b>Do first:</b> {step}</p>'
 

@@ -3,37 +3,28 @@
 Everything that comes from a model is escaped here, or set as text there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from regard.health import findings as rules
 from regard.health.checks import passed as passed_checks
+from regard.health.findings import Finding
+from regard.health.readings.heads import HeadReading
 from regard.health.report.glossary import link, link_words, make_glossary
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
 from regard.health.report.page.problems import checks_of, describe_loss, first_place, list_headlines, make_problems
+from regard.health.report.report import Report
 from regard.health.report.summary import ROOT, count_kinds, count_noun
 from regard.health.report.terminal import average
 from regard.table import format_number
 
-if TYPE_CHECKING:
-    from regard.health.findings import Finding
-    from regard.health.readings.heads import HeadReading
-    from regard.health.report.report import Report
-
 SHOWN = ("entropy_ratio", "max_weight", "gain_ratio", "logit_variance", "max_logit")
 VERDICTS = dict(
-    critical="critical findings",
-    warning="warnings",
-    note="notes only",
-    clean="no problem found",
-    partly="no problem found where measured",
-    unmeasured="not measured",
-    unjudged="too little data to judge",
-)
+    critical="critical findings", warning="warnings", note="notes only", clean="no problem found",
+    partly="no problem found where measured", unmeasured="not measured", unjudged="too little data to judge",
+)  # fmt: skip
 LIMIT = 2_500_000  # bytes of the packed numbers; beyond it detail is left out, never a head
 PREVIEW = 160  # characters of the text
 LISTED = 200  # unmeasured layers
@@ -49,7 +40,6 @@ class Detail(NamedTuple):
     spread: bool = True  # seven numbers per statistic, not only the mean
 
     def omissions(self) -> list[str]:
-        """What the page lacks."""
         return [
             *([] if self.groups else ["distributions and curves by position"]),
             *([] if self.spread else ["all numbers but the means"]),
@@ -57,26 +47,15 @@ class Detail(NamedTuple):
         ]
 
 
-DETAILS = (
-    Detail(48, 5),
-    Detail(0, 4),
-    Detail(0, 3, spread=False),
-    Detail(0, 3, changed=False, spread=False),
-)
+DETAILS = (Detail(48, 5), Detail(0, 4), Detail(0, 3, spread=False), Detail(0, 3, changed=False, spread=False))
 
 
 def render(report: Report) -> str:
-    """The HTML of a report."""
     numbers, detail = _pack_numbers(report)
     parts = [
-        _header(report),
-        make_problems(report),
-        _what_if(report, detail),
-        _explorer(report, detail),
-        _checked(report),
-        _how(report),
-        make_glossary(),
-    ]
+        _header(report), make_problems(report), _what_if(report, detail), _explorer(report, detail), _checked(report),
+        _how(report), make_glossary(),
+    ]  # fmt: skip
     title = f"{report.title}: attention report"
     return make_document(title=title, scripts=("tokens.js", "page.js"), body="\n".join(parts), numbers=numbers)
 

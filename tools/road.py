@@ -40,7 +40,8 @@ def trace_files(call: Callable[[], object], warm: int = 3) -> list[str]:
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    q, k, v = torch.randn(3, 4, 16, 512 if device == "cuda" else 64, 64, device=device, dtype=dtype)
+    shape = (4, 16, 512, 64) if device == "cuda" else (2, 4, 64, 32)
+    q, k, v = torch.randn(3, *shape, device=device, dtype=dtype)
     layer = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True, device=device)
     batch = torch.randn(2, 10, 32, device=device)
     short = q[:, :, :60]

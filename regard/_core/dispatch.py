@@ -1,6 +1,6 @@
 """Chooses the backend of a call: torch for plain softmax, the fused kernels for the rest, else the reference.
 
-Which of torch's kernels runs is chosen later: `run_torch` in `execute.py`, or `_torch_plan` in `plans.py`.
+Which of torch's kernels runs is chosen later, in `cudnn_forward.py`.
 """
 
 from __future__ import annotations

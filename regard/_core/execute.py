@@ -13,10 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import reference, statistics
-from regard._core import ops
+from regard._core import cudnn_forward, ops
 from regard._core.derivatives import transforms
 from regard._core.derivatives.autograd import FusedAttention, differentiable_twice
-from regard._core.device import has_bulk_copies
 from regard._core.dispatch import PLAIN, REQUESTED, TRANSFORM, has_transform, unfused_error, why_not_carried
 from regard._core.gate import apply_gate
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
@@ -29,7 +28,6 @@ from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 
 MOVED = ("max_logit", "mean_logit", "logsumexp")  # by a number that is added to every score of a row
-HOPPER_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def execute(call: Call) -> Tensor | tuple[Tensor, Statistics]:
@@ -94,11 +92,8 @@ def run_torch(call: Call) -> Result:
     if is_transformed(q, k, v, mask):  # torch's fused kernels know neither tangents nor second derivatives
         with sdpa_kernel(SDPBackend.MATH):
             out = attend(q, k, v)
-    elif q.device.type == "cuda" and has_bulk_copies(q.device):
-        with sdpa_kernel(HOPPER_ORDER, set_priority=True):
-            out = attend(q, k, v)
     else:
-        out = attend(q, k, v)
+        out = cudnn_forward.attend(q, k, v, **options)
     if not problem.dropout_p and not torch.compiler.is_compiling() and not is_mapped(out):
         out = differentiable_twice(out, (q, k, v), attend)
     return (out if empty is None else out.masked_fill(empty, 0.0)), None, ()

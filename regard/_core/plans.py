@@ -11,18 +11,15 @@ from collections.abc import Callable, Hashable
 from dataclasses import fields, replace
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
-from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import normalizers, statistics
+from regard._core.cudnn_forward import plan_attention
 from regard._core.derivatives.autograd import FusedAttention, differentiable_twice
 from regard._core.derivatives.transforms import Duals, Setting, split_duals
-from regard._core.device import has_bulk_copies
 from regard._core.dispatch import has_transform, why_not_carried
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.options import AttentionOptions
@@ -34,7 +31,6 @@ from regard.statistics import Statistics
 Plan = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Statistics]]
 MAX_PLANS, MAX_INTERVALS = 1024, 16
 NUMBER_OR_NONE = (float, int, type(None))
-cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 plans: dict[Hashable, Plan] = {}
 settings: dict[Hashable, Setting] = {}  # of calls in forward mode
 with_interval: list[Hashable] = []  # keys of plans that hold an interval per query, the oldest first
@@ -140,26 +136,14 @@ def keep_setting(key: Hashable, call: Call) -> None:
 
 def _torch_plan(problem: Problem) -> Plan:
     grouped = problem.q.shape[1] != problem.k.shape[1]
-    options: dict[str, Any] = dict(is_causal=problem.causal, scale=problem.scale, enable_gqa=grouped)
-    plain = partial(scaled_dot_product_attention, **options)
-    attend: Callable[..., Tensor] = plain
-    if problem.q.is_cuda and has_bulk_copies(problem.q.device):
-        given = SDPAParams(problem.q, problem.k, problem.v, None, 0.0, problem.causal, grouped)
-        chosen = torch._fused_sdp_choice(problem.q, problem.k, problem.v, None, 0.0, problem.causal, enable_gqa=grouped)
-        if chosen != SDPBackend.CUDNN_ATTENTION.value and can_use_cudnn_attention(given):
-            attend = partial(_attend_by_cudnn, problem.causal, problem.scale)
+    attend = plan_attention(problem)
+    plain = partial(scaled_dot_product_attention, is_causal=problem.causal, scale=problem.scale, enable_gqa=grouped)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = attend(q, k, v)
         return differentiable_twice(out, (q, k, v), plain) if out.requires_grad else out
 
     return run
-
-
-def _attend_by_cudnn(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """cuDNN's attention without the 40 µs that `sdpa_kernel` takes to prefer it."""
-    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return cudnn_attention(q, k, v, None, records, 0.0, causal, False, scale=scale)[0]
 
 
 def _run_fused(

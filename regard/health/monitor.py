@@ -1,4 +1,7 @@
-"""`Monitor`: measure attention during training on a sample of steps, log scalars, raise alarms."""
+"""`Monitor`: measure attention during training on a sample of steps, log scalars, raise alarms.
+
+When a sample raises one is decided in `watching/alarms.py`.
+"""
 
 from __future__ import annotations
 

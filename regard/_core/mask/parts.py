@@ -1,6 +1,10 @@
 """The parts that a `regard.Mask` is made of: each gives the interval of keys that every query sees.
 
 `bounds(queries, keys, device)` returns (lo, hi), each None (no limit) or ints that broadcast to (B, H, queries).
+
+A new part is a class here, in the union `Part`, and a method of `regard.Mask` that makes it (`regard/mask.py`). Kernels
+then read it as an interval per query (on a GPU `visibility.py`, on Hopper `hopper/spans.py`). One that is a causal
+order, window or length for every query folds into those in `visible.py`, which is faster.
 """
 
 from __future__ import annotations

@@ -64,6 +64,10 @@ def resolve_mask(
 
 
 def _fold_part(found: Visible, part: Part, queries: int, keys: int) -> Visible | None:
+    """Return what is visible with a part folded in, None for one that only an interval per query can say.
+
+    `bottom_right` is the order behind a KV cache: its offset, keys − queries, enters here.
+    """
     offset = keys - queries if getattr(part, "bottom_right", False) else 0
     if isinstance(part, Causal) and offset >= 0:
         return replace(found, causal=True) if offset == 0 else found.with_window(None, offset, keys)

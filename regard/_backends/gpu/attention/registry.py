@@ -1,8 +1,8 @@
 """The table of attention kernels, in order of preference, and the choice among them.
 
 `python -m regard._backends.gpu.attention.registry` writes docs/developers/kernels-table.md from these tables.
-That a call is torch's forward is decided before, in `_core/dispatch.py`; cuDNN is then preferred on Hopper by
-`run_torch` in `_core/execute.py` and, for calls seen before, by `_torch_plan` in `_core/plans.py`.
+That a call is torch's forward is decided before, in `_core/dispatch.py`; that it takes cuDNN's, in
+`_core/cudnn_forward.py`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Kernels keep scores as y with s = a·y, a > 0 per row, so that exp(s − m) is e
     linear (no cap, function, bias; scale > 0)  y = q·k                        a = scale / T
     otherwise                                   y = cap(scale · q·k) + bias    a = 1 / T
 
-a is made by `tiles.row_factor`, and in the Gluon kernel by `hopper/forward.process_block`.
+a is made by `tiles.row_factor`, and in the Gluon kernel by `hopper/forward.process_block`. A T that is one number for
+all rows of linear scores is part of `scale` from `_core/prepare.py` on.
 
 Index tiles i and j come expanded, ([M, 1], [1, N]) or transposed, so that one function serves both orientations.
 """

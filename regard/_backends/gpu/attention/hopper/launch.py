@@ -65,7 +65,10 @@ class Panels(NamedTuple):
 
 
 def supports(p: Problem) -> str | None:
-    """Say why the Hopper kernel cannot take a call, or None."""
+    """Say why the Hopper kernel cannot take a call, or None; `regard.attention_path` prints it.
+
+    `registry.py` adds that few scores are better off elsewhere.
+    """
     if reason := find_gluon_obstacle(p) or _find_normalizer_obstacle(p):
         return reason
     d, e = p.q.shape[-1], p.v.shape[-1]

@@ -66,7 +66,8 @@ def resolve_mask(
 def _fold_part(found: Visible, part: Part, queries: int, keys: int) -> Visible | None:
     """Return what is visible with a part folded in, None for one that only an interval per query can say.
 
-    `bottom_right` is the order behind a KV cache: its offset, keys − queries, enters here.
+    `bottom_right` is the order behind a KV cache: its offset, keys − queries, enters here, and for the modules of
+    `regard.nn` in `nn/visibility.py`.
     """
     offset = keys - queries if getattr(part, "bottom_right", False) else 0
     if isinstance(part, Causal) and offset >= 0:

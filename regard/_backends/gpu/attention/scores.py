@@ -1,4 +1,4 @@
-"""s = (cap(scale·qkᵀ) + bias) / T of a tile, over the keys that are visible; a score function may stand for the cap.
+"""s = (cap(scale·qkᵀ) + bias) / T of a tile over its visible keys, T the temperature; or a score function for the cap.
 
 Kernels keep scores as y with s = a·y, a > 0 per row, so that exp(s − m) is exp2 of one multiply-add:
 

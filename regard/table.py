@@ -78,6 +78,10 @@ class Table:
             justify: Literal["left", "right"] = "right" if column in self.numbers else "left"
             drawn.add_column(Text(column), justify=justify, style="bold" if index == 0 else "", overflow="fold")
         for row in self.rows:
-            colours = ([colour for mark, colour in MARKS.items() if mark in cell] for cell in row)
-            drawn.add_row(*(Text(cell, style=(own or [""])[-1]) for cell, own in zip(row, colours, strict=True)))
+            drawn.add_row(*(Text(cell, style=_find_colour(cell)) for cell in row))
         Console(file=file).print(drawn)
+
+
+def _find_colour(cell: str) -> str:
+    """Return the colour of the last mark in a cell, or none."""
+    return next((colour for mark, colour in reversed(MARKS.items()) if mark in cell), "")

@@ -133,10 +133,20 @@ def unflatten(tensors: Sequence[Tensor | None], options: Sequence) -> Problem:
     """The problem of what `Problem.flatten` gave and the tensors, not expanded."""
     scale, softcap, score, causal, left, right, dropout_p, normalizer, stats = options
     empty: Any = None
-    template = Problem(empty, empty, empty, normalizers.get(normalizer), scale, softcap or None, dropout_p=dropout_p)
-    template.causal, template.left, template.right = causal, *(None if side < 0 else side for side in (left, right))
-    template.stats = tuple(stats.split(",")) if stats else ()
-    template.score = score_function.find(score) if score else None
+    template = Problem(
+        empty,
+        empty,
+        empty,
+        normalizers.get(normalizer),
+        scale,
+        softcap or None,
+        causal=causal,
+        left=None if left < 0 else left,
+        right=None if right < 0 else right,
+        dropout_p=dropout_p,
+        stats=tuple(stats.split(",")) if stats else (),
+        score=score_function.find(score) if score else None,
+    )
     return template.with_tensors(tensors)
 
 

@@ -236,9 +236,10 @@ class Monitor:
             return
         self._sampled_step = step
         self._schedule.take(step)
-        within = self._spent <= self.budget * max(now - self._started, LEAST_SECONDS)
         if self._ranks.is_distributed():  # a function of the step, so that all ranks take the same samples
             within = step >= self._first_step_within_budget
+        else:
+            within = self._spent <= self.budget * max(now - self._started, LEAST_SECONDS)
         if not within:
             self._skip()
             return

@@ -92,12 +92,14 @@ def _number(x: float) -> float | None:
 
 @cache
 def claims() -> dict[str, Claim]:
-    """Return id → claim for every file of `claims/`, in the order of the notes."""
-    found = {}
+    """Return id → claim for every file of `claims/note_NNN/`, in the order of the notes."""
+    found: dict[str, Claim] = {}
     for path in sorted((Path(__file__).parent / "claims").glob("note_*/[!_]*.py")):
         claim = getattr(_import_claim(path.parent.name, path.stem), "measure", None)
         if not isinstance(claim, Claim):
             raise ValueError(f"{path.name} must define `measure(sampler)` under `@claim(…)`")
+        if claim.id in found:
+            raise ValueError(f"two files in claims/ are named {path.name}; claims are called by their file's name")
         found[claim.id] = claim
     return found
 

@@ -317,9 +317,8 @@ class MultiheadAttention(nn.Module):
             return
         compiling = torch.compiler.is_compiling()
         if compiling or not is_mapped(q):  # tensors of torch.func are invalid after the call
-            if (
-                not compiling and not self._is_clipped and _frees_activations()
-            ):  # compiled, it would recompile for clips
+            # when compiling, a look at _is_clipped would compile the module again for qk_clip
+            if not compiling and not self._is_clipped and _frees_activations():
                 return
             thread = 0 if compiling else threading.get_ident()
             self._last[thread] = (q.detach(), k.detach(), scale, options)

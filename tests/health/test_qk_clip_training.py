@@ -288,6 +288,22 @@ def test_a_model_of_which_nothing_can_be_clipped_is_reported_once():
         assert clip.step().heads == []
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["qwen3", "cosine"])
+def test_bounded_scores_need_no_clip_and_no_warning(kind):
+    if kind == "cosine":
+        model = regard.nn.MultiheadAttention(16, 2, score="cosine", batch_first=True)
+        x = torch.randn(2, 5, 16)
+        given = (x, x, x)
+    else:
+        transformers = pytest.importorskip("transformers")
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
+        given = (torch.arange(10)[None],)
+    with regard.QKClip(model.train(), 1e-3) as clip:
+        model(*given)
+        assert clip.step().skipped and not clip.last.heads
+
+
 def test_bad_arguments_are_named():
     with pytest.raises(TypeError, match="model"):
         regard.QKClip("model")

@@ -171,5 +171,5 @@ def _with_effect(trial: Trial, ablator: Ablator, finding: Finding) -> Finding:
 
 
 def _describe(error: Exception) -> str:
-    first, *_ = [*str(error).strip().splitlines(), ""]
+    first = str(error).strip().split("\n")[0]
     return f"the model raised {type(error).__name__}: {first[:200]}"

@@ -103,7 +103,8 @@ def is_two_sided(model: nn.Module, names: Iterable[str]) -> bool:
     """True for an encoder-decoder, by the model's configuration or the names of its modules."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return True
-    return {"encoder", "decoder"} <= {*".".join(names).split(".")}
+    parts = {part for name in names for part in name.split(".")}
+    return {"encoder", "decoder"} <= parts
 
 
 class QueryRows:

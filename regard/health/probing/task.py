@@ -181,7 +181,8 @@ def frequency_losses(previous: Tensor, targets: Tensor, vocabulary: int) -> tupl
     n = len(w)
     if n < 2:
         return math.log(vocabulary), math.log(vocabulary)
-    counts = torch.bincount(at := w.unique(return_inverse=True)[1]).double()[at]  # how often each occurs, at its places
+    _, at = w.unique(return_inverse=True)
+    counts = torch.bincount(at).double()[at]  # how often each occurs, at its places
     unseen = max(float((counts == 1).sum()), 1.0) / n
     unigram = (1 - unseen) * (counts - 1) / (n - 1) + unseen / vocabulary
     pair = u.long() * (int(w.max()) + 1) + w

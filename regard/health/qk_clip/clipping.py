@@ -38,7 +38,7 @@ class Clipped:
     def __init__(self, applied: bool = True) -> None:
         self.applied = applied
         self.skipped: dict[str, str] = {}
-        self.has_projections = False  # were the linear layers of any layer's queries and keys found?
+        self.knows_a_layer = False  # its linear layers of queries and keys were found, or its scores are bounded
         self._found: dict[str, tuple[Tensor, Tensor | None]] = {}  # layer -> largest logits, factors
 
     @property
@@ -89,10 +89,11 @@ def clip_observed(
         factors = None
         try:
             query, key = projections(modules[name], *observer.shapes[name], names)
-            result.has_projections = True
+            result.knows_a_layer = True
             tensors = tensors_to_shrink(select_projections(query, key), holders, modules[name], masters)
         except NotFound as reason:
             result.skipped[name] = str(reason)
+            result.knows_a_layer |= bounded_scores_reason(modules[name]) is not None
         else:
             factors = torch.where(largest.isfinite() & (largest > threshold), threshold / largest, 1.0)
             for tensor in () if log_only else tensors:
@@ -102,7 +103,7 @@ def clip_observed(
     observer.unseen.clear()
     for name in (modules.keys() & set(observer.regard_modules)) - result._found.keys():
         if (why := bounded_scores_reason(modules[name])) is not None:
-            result.skipped[name] = why
+            result.skipped[name], result.knows_a_layer = why, True
     observer.version = weights_version(model)
     return result
 

@@ -85,13 +85,13 @@ class QKClip:
             log_only=self.log_only,
         )  # fmt: skip
         self.steps += 1
-        if self.last.skipped and not (self.last.has_projections or self.log_only or self._has_warned):
+        if self.last.skipped and not (self.last.knows_a_layer or self.log_only or self._has_warned) and is_first_rank():
             self._has_warned = True
             (layer, reason), *others = self.last.skipped.items()
             warnings.warn(
                 f"QKClip can clip no attention layer of {type(self.model).__name__}. It looks for linear layers that "
                 f"make the queries and keys: {layer or 'the model itself'}: {reason}"
-                f"{f', and {len(others)} more layers' if others else ''}; pass names=, or see `.last.skipped`",
+                f"{f' (and {len(others)} more)' if others else ''}; pass names=, or see `.last.skipped`",
                 stacklevel=2,
             )
         if self._writer is not None and is_first_rank():

@@ -32,7 +32,7 @@ def train(
     count = seeds or experiment.presets[preset].seeds
     jobs = [(variant, seed) for seed in range(count) for variant in variants or experiment.variants]
     run = partial(run_job, name=name, preset=preset, folder=Path(folder) / name / preset, data=data, device=device)
-    if workers == 1:
+    if workers <= 1:
         return collect(experiment, preset, list(map(run, jobs)), command)
     threads = max(1, (os.cpu_count() or 1) // workers)
     spawn = multiprocessing.get_context("spawn")

@@ -35,7 +35,7 @@ experiment = Experiment(
     make=make,
     presets={
         "small": Preset.small(30, 15, "scaled-d64", 2.0, **head_dims.sizes(layers=1, length=24, batch=8, rows=32)),
-        "full": Preset(500, 100, head_dims.sizes(layers=1, length=64, batch=16, rows=64)),
+        "full": Preset(steps=500, every=100, sizes=head_dims.sizes(layers=1, length=64, batch=16, rows=64)),
     },
     figures=figures,
 )

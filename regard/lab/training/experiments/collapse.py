@@ -60,7 +60,7 @@ experiment = Experiment(
         "small": Preset.small(
             60, 20, "scale", 2.4, layers=1, heads=1, width=128, length=48, batch=8, validation=2048, rate=1e-2
         ),
-        "full": Preset(800, 100, dict(layers=2, heads=1, width=256, length=128, batch=16, rate=8e-3)),
+        "full": Preset(steps=800, every=100, sizes=dict(layers=2, heads=1, width=256, length=128, batch=16, rate=8e-3)),
     },
     figures=figures,
 )

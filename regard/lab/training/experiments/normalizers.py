@@ -57,7 +57,11 @@ translation = Experiment(
         "small": Preset.small(
             120, 40, "softmax", 0.8, layers=1, heads=2, width=64, length=12, batch=32, dropout=0.0, rate=5e-3
         ),
-        "full": Preset(1600, 400, dict(layers=2, heads=4, width=256, length=32, batch=128, dropout=0.2, rate=1e-3)),
+        "full": Preset(
+            steps=1600,
+            every=400,
+            sizes=dict(layers=2, heads=4, width=256, length=32, batch=128, dropout=0.2, rate=1e-3),
+        ),
     },
     reads="folder",
     metric="bleu",

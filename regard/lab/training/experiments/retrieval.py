@@ -30,7 +30,9 @@ BATCH_ITEMS = 2**19  # items tested at once
 AHEAD = 64  # steps whose rows are drawn at once
 UNSEEN = 2**31  # added to the seeds of rows that are tested on; a generator keeps 32 bits of its seed
 SMALL = Preset.small(200, 100, "softmax", 0.7, width=64, batch=128, tests=[16, 64, 256, 1024], items=2**15, rate=3e-3)
-FULL = Preset(3000, 500, dict(width=128, batch=256, tests=list(PUBLISHED), items=2**22, rows=512, rate=2e-3))
+FULL = Preset(
+    steps=3000, every=500, sizes=dict(width=128, batch=256, tests=list(PUBLISHED), items=2**22, rows=512, rate=2e-3)
+)
 SHOWN = ("softmax", "ssmax", "adaptive", "query-dependent", "qk-norm", "entmax15")  # six lines are distinguishable
 
 

@@ -32,7 +32,10 @@ character = Compared(
             60, 30, "softmax", 2.0, layers=1, heads=4, width=128, length=48, batch=8, validation=2048, readings=False
         ),
         "full": Preset(
-            1000, 500, dict(layers=2, heads=4, width=256, length=LENGTH, batch=32, validation=65_536, readings=False), 5
+            steps=1000,
+            every=500,
+            sizes=dict(layers=2, heads=4, width=256, length=LENGTH, batch=32, validation=65_536, readings=False),
+            seeds=5,
         ),
     },
 )
@@ -47,7 +50,10 @@ translation = Compared(
             120, 60, "softmax", 0.8, layers=1, heads=2, width=64, length=12, batch=32, dropout=0.0, rate=5e-3, **QUIET
         ),
         "full": Preset(
-            1000, 500, dict(layers=2, heads=4, width=256, length=32, batch=128, dropout=0.2, rate=1e-3, **QUIET), 5
+            steps=1000,
+            every=500,
+            sizes=dict(layers=2, heads=4, width=256, length=32, batch=128, dropout=0.2, rate=1e-3, **QUIET),
+            seeds=5,
         ),
     },
     reads="folder",

@@ -40,7 +40,10 @@ experiment = Experiment(
     presets={
         "small": Preset.small(150, 75, "softmax", 1.2, width=64, batch=64, trained=32, items=2**13, rate=3e-3, **SHORT),
         "full": Preset(
-            2000, 1000, dict(width=128, batch=128, trained=TRAINED, items=2**21, rows=512, rate=2e-3, **LONG), 5
+            steps=2000,
+            every=1000,
+            sizes=dict(width=128, batch=128, trained=TRAINED, items=2**21, rows=512, rate=2e-3, **LONG),
+            seeds=5,
         ),
     },
     figures=figures,

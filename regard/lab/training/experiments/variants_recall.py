@@ -147,7 +147,10 @@ experiment = Experiment(
             tests=TESTS[:2],
         ),
         "full": Preset(
-            1000, 500, dict(layers=2, heads=4, width=128, batch=64, queries=32, rate=2e-3, rows=64, tests=TESTS), 5
+            steps=1000,
+            every=500,
+            sizes=dict(layers=2, heads=4, width=128, batch=64, queries=32, rate=2e-3, rows=64, tests=TESTS),
+            seeds=5,
         ),
     },
     figures=figures,

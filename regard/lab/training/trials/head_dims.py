@@ -26,7 +26,9 @@ def sizes(layers: int, length: int, batch: int, rows: int) -> dict[str, int]:
     return {"layers": layers, "width": WIDTH, "length": length, "batch": batch, "validation": rows * length}
 
 
-FULL = Preset(500, 100, sizes(layers=2, length=128, batch=16, rows=64))  # of `scale` and `normalizers` alike
+FULL = Preset(
+    steps=500, every=100, sizes=sizes(layers=2, length=128, batch=16, rows=64)
+)  # of `scale` and `normalizers` alike
 
 
 def loss_figure(result: dict, kinds: Iterable[str]) -> Figure:

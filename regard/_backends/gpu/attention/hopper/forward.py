@@ -272,6 +272,8 @@ def process_block(work, s, rounds, outputs, ring, opt, blocks, group: gl.constex
         key_sums = sum_key_moments(ring.q.index(at).reshape([ROWS, C.PANEL]), ring, work, outputs, opt, C)
     if C.PERSISTENT:
         PENDING: gl.constexpr = C.PANELS + 1 if C.KEY_BIAS else C.PANELS
+        if C.CAUSAL and C.BM > C.BN:  # the next block may skip tiles, which releases the values that p·v still reads
+            o = warpgroup_mma_wait(0, deps=[o])
         s = start_block(following, work.round + 1 < rounds, ring, group, C)
         o = warpgroup_mma_wait(PENDING, deps=[o])
         write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group, C)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from regard._backends.gpu.attention.hopper.ring import ForwardConfig
 
 ROWS = 64  # queries of one warpgroup
+PRODUCER_REGISTERS = 24  # of a thread of the producer warp, as in `forward_hopper`
 # (keys per tile, splits, warpgroups, stages of the ring, registers of a consumer's thread) by head width
 TWO_GROUPS = {64: (128, 1, 2, 3, 240), 128: (128, 1, 2, 2, 240)}
 # Rows of few keys: two programs per SM, of one warpgroup each. The code of several warpgroups overflows the instruction
@@ -154,7 +155,8 @@ def forward(
     if C.RELATIVE:
         bias = make_relative_bias(p, options)
     arguments = *descriptors, extra_blocks, shift, z, raw_sums, moments, spans, bias, options, blocks
-    how = dict(maxnreg=128) if C.WARPGROUPS == 1 else {}  # of a thread at the start: half of an SM's registers
+    # two programs share an SM: their threads start with equal shares, of which the producer's leave all but a few
+    how = dict(maxnreg=(C.REGISTERS + PRODUCER_REGISTERS) // 2) if C.WARPGROUPS == 1 else {}
     launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4, **how)
     return raw_sums
 
@@ -213,7 +215,7 @@ def has_fixed_shift(p: Problem) -> bool:
 
 
 def plan_programs(p: Problem, rows: int) -> tuple[int, int]:
-    """(blocks of queries, programs): one program per block, or one per SM that takes many blocks.
+    """(blocks of queries, programs): one program per block, or as many as the GPU runs at once, which take many blocks.
 
     The latter if rows are short, the programs' work is nearly equal and registers are left.
     """

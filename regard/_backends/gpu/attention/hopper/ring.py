@@ -45,7 +45,7 @@ class ForwardConfig(NamedTuple):
     SPLITS: int  # parts that a tile is weighed in: 1 or 4
     DIAGONAL_FIRST: bool  # full rows begin with the tile on the diagonal
     RAGGED: bool  # beside DIAGONAL_FIRST: the last tile has keys past the end
-    PERSISTENT: bool  # one program per SM takes many blocks and loads the next one's tiles while one ends
+    PERSISTENT: bool  # a program takes many blocks and loads the next one's tiles while one ends
     MOMENT_TILES: int  # tiles of the ring that the key moments take
     MOMENT_SPAN: int  # Σy and Σy² of keys before the last multiple of it come from `key_moments`; −1: all, 0: none
     SLACK: float  # powers of two by which a score may exceed the shift

@@ -30,6 +30,10 @@ from regard.statistics import Statistics
 __all__ = ["Path", "attention", "attention_path"]
 
 TORCH_NAMES = (("query", "q"), ("key", "k"), ("value", "v"))
+OTHER_NAMES = (  # what other libraries, and British English, call our arguments
+    ("causal", "is_causal"), ("mask", "attn_mask"), ("normaliser", "normalizer"), ("soft_cap", "softcap"),
+    ("window_size", "window"), ("stats", "return_stats"),
+)  # fmt: skip
 
 
 def takes_torch_names(function: Callable) -> Callable:
@@ -42,6 +46,9 @@ def takes_torch_names(function: Callable) -> Callable:
                 if ours in kwargs:
                     raise TypeError(f"{function.__name__} got both {ours} and {theirs}; give one of them")
                 kwargs[ours] = kwargs.pop(theirs)
+        for theirs, ours in OTHER_NAMES:
+            if theirs in kwargs:
+                raise TypeError(f"{function.__name__} has no argument {theirs!r}; it is called {ours!r} here")
         return function(*args, **kwargs)
 
     return named

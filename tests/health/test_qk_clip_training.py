@@ -265,6 +265,29 @@ def test_lightning_clips_after_each_optimizer_step(tmp_path):
     assert not task.model._forward_hooks
 
 
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k = (layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.q_proj, self.k_proj))
+        return nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("first", ["monitor", "clip"])
+def test_a_monitor_beside_it_hides_no_call(first):
+    """A sampled step has two captures, one within the other; both must learn that the model calls torch's function."""
+    model = nn.Sequential(Functional())
+    monitor = regard.Monitor(model, every=4, budget=1.0) if first == "monitor" else None
+    with regard.QKClip(model, 100.0) as clip:
+        monitor = monitor or regard.Monitor(model, every=4, budget=1.0)
+        for _ in range(10):
+            model(torch.randn(2, 5, 16))
+            assert clip.step().max_logit.keys() == {"0"}
+        monitor.close()
+
+
 class Unnamed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -73,6 +73,10 @@ class TorchCalls(TorchFunctionMode):
                 _ORDINARY.add(func)
             return self.follower.run(func, args, kwargs or {})
         self._saw_handled = True
+        for place in range(torch._C._len_torch_function_stack()):  # others of ours, which will not see this call
+            mode = torch._C._get_function_stack_at(place)
+            if isinstance(mode, TorchCalls):
+                mode._saw_handled = True
         return handler(func, args, kwargs or {})
 
     def _capture_sigmoid(self, func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -209,6 +209,8 @@ def broadcast_leading(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, by_entr
             raise ValueError(f"the heads of q ({heads}) must be a multiple of those of k and v ({kv_heads})")
     elif heads != kv_heads and 1 not in (heads, kv_heads):
         hint = "; pass enable_gqa=True for grouped queries" if kv_heads and heads % kv_heads == 0 else ""
+        if q.shape[-2] == k.shape[-2]:
+            hint += "; they are (…, heads, tokens, width) here: transpose(-3, -2) if tokens come before heads"
         raise ValueError(f"q has {heads} heads and k has {kv_heads}: they do not fit{hint}")
     if not enable_gqa:
         heads = max(heads, kv_heads) if 0 not in (heads, kv_heads) else 0

@@ -26,8 +26,10 @@ class Statistics(MutableMapping):
     `nn`; the others, and those of other normalisers, carry none (`requires_grad` is False).
 
     >>> stats = Statistics({"entropy": torch.zeros(2), "mass": torch.ones(2)})
-    >>> stats.mass, list(stats)
-    (tensor([1., 1.]), ['entropy', 'mass'])
+    >>> stats
+    Statistics(entropy, mass; each (2,))
+    >>> stats.mass
+    tensor([1., 1.])
     """
 
     def __init__(self, values: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] = ()) -> None:
@@ -81,7 +83,8 @@ class Statistics(MutableMapping):
         return len(self._names)
 
     def __repr__(self) -> str:
-        return f"Statistics({dict(self)!r})"
+        shape = f"; each {tuple(next(iter(self.values())).shape)}" if self else ""
+        return f"Statistics({', '.join(self)}{shape})"
 
     def _repr_html_(self) -> str:
         """A table of least, median, mean and largest, as notebooks show it."""

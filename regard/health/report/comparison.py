@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -117,7 +118,7 @@ class Comparison:
         rows = [
             [
                 f"{index} {printable(layer or ROOT)}",
-                ", ".join(f"{_words(one.statistic)} {one.amount:.0%}" for one in found),
+                ", ".join(map(_describe_difference, found)),
             ]
             for (index, layer), found in layers.items()
         ]
@@ -308,6 +309,10 @@ def list_most_changed(a: dict[str, Any], b: dict[str, Any], count: int) -> Table
 
 def _words(statistic: str) -> str:
     return statistic.replace("_", " ")
+
+
+def _describe_difference(one: Difference) -> str:
+    return f"{_words(one.statistic)} {'in one report only' if math.isinf(one.amount) else f'{one.amount:.0%}'}"
 
 
 def _list(places: list[Place]) -> str:

@@ -129,7 +129,8 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     try:
         data = json.loads(files.read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
+        page = "; pass the .json of a report, not its page" if str(path).endswith((".html", ".htm")) else ""
+        raise ValueError(f"{str(path)!r} is not JSON: {error}{page}") from None
     problem = find_problem(data)
     if problem:
         raise ValueError(f"{str(path)!r} is not a report of regard examine: {problem}; make one with --json")

@@ -57,8 +57,12 @@ def _compare(loss: LossReading) -> str:
     >>> from regard.health.report.summary import _compare
     >>> _compare(LossReading("next token", 2.6, 2.5, 2.7, 4, unigram=3.0, bigram=2.5))
     'better than its unigrams and worse than its bigrams'
+    >>> _compare(LossReading("next token", 6.2, 6.1, 6.3, 4, unigram=6.4, bigram=6.3, uniform=6.1))
+    'no better than a uniform guess, 6.1'
     """
     assert loss.unigram is not None and loss.bigram is not None
+    if loss.uniform is not None and loss.mean >= loss.uniform:  # few tokens of a large vocabulary say little of it
+        return f"no better than a uniform guess, {loss.uniform:.3g}"
     better = [name for name in ("unigram", "bigram") if loss.mean < getattr(loss, name)]
     if len(better) == 2:
         return "better than its unigrams and its bigrams"

@@ -134,19 +134,10 @@ def unflatten(tensors: Sequence[Tensor | None], options: Sequence) -> Problem:
     scale, softcap, score, causal, left, right, dropout_p, normalizer, stats = options
     empty: Any = None
     template = Problem(
-        empty,
-        empty,
-        empty,
-        normalizers.get(normalizer),
-        scale,
-        softcap or None,
-        causal=causal,
-        left=None if left < 0 else left,
-        right=None if right < 0 else right,
-        dropout_p=dropout_p,
-        stats=tuple(stats.split(",")) if stats else (),
-        score=score_function.find(score) if score else None,
-    )
+        empty, empty, empty, normalizers.get(normalizer), scale, softcap or None, causal=causal,
+        left=None if left < 0 else left, right=None if right < 0 else right, dropout_p=dropout_p,
+        stats=tuple(stats.split(",")) if stats else (), score=score_function.find(score) if score else None,
+    )  # fmt: skip
     return template.with_tensors(tensors)
 
 

@@ -45,7 +45,7 @@ soak: $(READY)  ## a million calls of mixed shapes: memory, files, threads and k
 	$(BIN)/python tools/soak.py $(or $(CALLS),1000000)
 
 test-gpu:  ## the kernels on the GPU of this machine, with its own python3
-	PYTHONPATH=. python3 -m pytest --quiet --override-ini addopts= -W default tests/gpu
+	python3 tools/run_gpu_tests.py
 
 bench: $(READY)  ## rows and attention against torch, into benchmarks/results/cpu.md
 	$(BIN)/regard bench --device cpu --markdown benchmarks/results/cpu.md

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from regard._core.device import has_bulk_copies
 from regard._core.problem import Problem
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 
@@ -35,15 +36,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return scaled_dot_product_attention(q, k, v, **options)
 
 
-def plan_attention(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return what `attend` does for tensors like those of a problem without a mask."""
+def plan_attention(problem: Problem) -> tuple[Attend, Attend]:
+    """Return what `attend` does for tensors like those of a problem without a mask, and torch's function itself."""
     grouped = problem.q.shape[1] != problem.k.shape[1]
+    plain = partial(scaled_dot_product_attention, is_causal=problem.causal, scale=problem.scale, enable_gqa=grouped)
     if prefers_cudnn(problem.q.device):
         given = SDPAParams(problem.q, problem.k, problem.v, None, 0.0, problem.causal, grouped)
         chosen = torch._fused_sdp_choice(problem.q, problem.k, problem.v, None, 0.0, problem.causal, enable_gqa=grouped)
         if chosen != SDPBackend.CUDNN_ATTENTION.value and can_use_cudnn_attention(given):
-            return partial(_attend_by_cudnn, problem.causal, problem.scale)
-    return partial(scaled_dot_product_attention, is_causal=problem.causal, scale=problem.scale, enable_gqa=grouped)
+            return partial(_attend_by_cudnn, problem.causal, problem.scale), plain
+    return plain, plain
 
 
 def _attend_by_cudnn(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from regard import normalizers, statistics
 from regard._core.cudnn_forward import plan_attention
@@ -135,9 +134,7 @@ def keep_setting(key: Hashable, call: Call) -> None:
 
 
 def _torch_plan(problem: Problem) -> Plan:
-    grouped = problem.q.shape[1] != problem.k.shape[1]
-    attend = plan_attention(problem)
-    plain = partial(scaled_dot_product_attention, is_causal=problem.causal, scale=problem.scale, enable_gqa=grouped)
+    attend, plain = plan_attention(problem)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = attend(q, k, v)

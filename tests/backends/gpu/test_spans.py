@@ -14,6 +14,7 @@ from attention_data import Poisoned, make
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard._backends.gpu.attention import config
+from regard._backends.gpu.attention.backward import stored_ds
 from regard._backends.gpu.attention.backward.stored_ds import backward_product
 from regard._backends.gpu.attention.hopper import ring, spans
 from regard._backends.gpu.launcher import launch
@@ -24,7 +25,7 @@ BN = 128
 
 def make_problem(case: str):
     """A problem whose queries see documents, windows, anything, or nothing at times."""
-    m, n = (900, 1000) if case in ("wide", "window") else (300, 333)
+    m, n = (900, 1000) if case in ("wide", "window", "narrow") else (300, 333)
     p = make(0, b=2, h=2, g=1, m=m, n=n, d=16, e=16, lengths=case == "lengths", causal=case == "causal")
     generator = torch.Generator().manual_seed(1)
     first = torch.randint(0, n, (2, 2, m), generator=generator)
@@ -35,8 +36,8 @@ def make_problem(case: str):
         first, last, position = (x.expand(2, 2, m) for x in (start, torch.arange(m) + 1, torch.arange(m)))
     if case == "wide":
         first, last, position = first % 200, n - first % 150, position % 300 + 400
-    if case == "window":
-        p.left, p.right = 400, 275
+    if case in ("window", "narrow"):
+        p.left, p.right = (400, 275) if case == "window" else (100, 40)
     else:
         p.interval = torch.stack([first, last.clamp(max=n), position]).int()
     return p
@@ -60,7 +61,7 @@ def find_visible(p):
     return visible, position
 
 
-@pytest.fixture(params=["documents", "random", "wide", "window", "lengths", "causal"])
+@pytest.fixture(params=["documents", "random", "wide", "window", "narrow", "lengths", "causal"])
 def call(request, monkeypatch):
     monkeypatch.setattr(spans, "torch", Poisoned())
     p = make_problem(request.param)
@@ -133,7 +134,7 @@ def test_tiles_without_masks_are_seen_whole(call, distance, first):
                             assert (place >= start + BN - 1).all() or (place <= start).all()
                         if first:
                             assert (rows[0, b, h, r0 : r0 + 64][: len(alive)][alive] < start).all()
-    assert many > 20 or p.q.shape[2] < 900
+    assert many > 20 or p.q.shape[2] < 900 or p.left == 100
 
 
 def test_query_ranges_hold_every_query_that_sees_a_block_of_keys(call):
@@ -141,21 +142,33 @@ def test_query_ranges_hold_every_query_that_sees_a_block_of_keys(call):
     visible, _ = find_visible(p)
     ranges = spans.find_query_ranges(p, found, BN)  # both heads share one key head
     for b in range(2):
-        for block, (begin, count) in enumerate(ranges[b, 0].tolist()):
-            sees = visible[b, :, :, block * BN : (block + 1) * BN].any(-1).any(0).nonzero()[:, 0]
-            tiles = (sees // 64).tolist() or [0, -1]
+        for block, (begin, count, inner, outer) in enumerate(ranges[b, 0].tolist()):
+            seen = visible[b, :, :, block * BN : (block + 1) * BN]
+            tiles = (seen.any(-1).any(0).nonzero()[:, 0] // 64).tolist() or [0, -1]
             assert (begin, begin + count) == (tiles[0] if count else 0, tiles[-1] + 1), (b, block)
+            whole = [seen.shape[-1] == BN and bool(x.all()) for x in seen.split(64, 1)]
+            run = range(begin + inner, begin + outer)
+            assert 0 <= inner <= outer <= count and all(whole[tile] for tile in run), (b, block)
+            assert bool(run) == any(whole) and (run.stop == len(whole) or not run or not whole[run.stop]), (b, block)
 
 
-def test_dq_of_stored_ds(call):
+@pytest.mark.parametrize("banded", [False, True], ids=["whole", "band"])
+def test_dq_of_stored_ds(call, banded):
     """ds that no query sees was never stored: it is NaN, and so are keys that no query sees."""
     p, found = call
     visible, _ = find_visible(p)
     (b, h, m, d), n, generator = p.q.shape, p.k.shape[2], torch.Generator().manual_seed(2)
-    padded = -(-m // 128) * 128
+    band = stored_ds.find_band(p) if banded else None
+    if banded and band is None:
+        pytest.skip("no window narrower than the queries")
+    width, height = stored_ds.padded_size(p) if banded else (-(-m // 128) * 128, -(-n // 64) * 64)
     ds = torch.randn(b, h, m, n, generator=generator).masked_fill(~visible, math.nan)
-    scratch = torch.full((b * h, -(-n // 64) * 64, padded), math.nan, dtype=torch.float32)
-    scratch[:, :n, :m] = ds.flatten(0, 1).mT
+    scratch = torch.full((b * h, height, width), math.nan, dtype=torch.float32)
+    for j in range(n):
+        start = 0 if band is None else j // 128 * 128 - band  # the query of column 0
+        rows = range(max(start, 0), min(start + width, m))
+        assert not visible[:, :, : rows.start, j].any() and not visible[:, :, rows.stop :, j].any()
+        scratch[:, j, rows.start - start : rows.stop - start] = ds[:, :, rows.start : rows.stop, j].flatten(0, 1)
     k = p.k.float().masked_fill(~visible.any(1).any(1)[:, None, :, None], math.nan)
     p = replace(p, q=p.q.float(), k=k, v=p.v.float())
     dq = torch.full((b, h, m, d), math.nan)
@@ -163,7 +176,7 @@ def test_dq_of_stored_ds(call):
     made = made._replace(BM=128, BN=64)
     blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, made.BN, made.BM])
     keys = config.describe_blocks(k, made.BN, made.BD, True)
-    arguments = config.view(k), keys, blocks, config.view(dq), found, config.options(p)
-    launch(None, backward_product, padded // 128 * b * h, arguments, (made,), **how)
+    arguments = config.view(k), keys, blocks, band, config.view(dq), found, config.options(p)
+    launch(None, backward_product, -(-m // 128) * b * h, arguments, (made,), **how)
     known = ds.masked_fill(~visible, 0.0).double() @ k.nan_to_num(0.0).double().expand(b, h, n, d)
     assert (dq.double() - p.scale * known).abs().max() <= 1e-4 * known.abs().max()

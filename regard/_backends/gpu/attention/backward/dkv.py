@@ -1,6 +1,6 @@
 """dk and dv, one program per block of keys: in Gluon on Hopper where that kernel supports the call, else in Triton.
 
-Both store ds in scratch [heads, keys, queries], if there is one.
+Both store ds in scratch [heads, keys, queries], if there is one; the Gluon kernel also in a band of it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ PARTS, STAGES, REGISTERS = 2, 4, 240  # of the Gluon kernel: warpgroups, stages 
 def run(
     p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv: torch.Tensor, failed, flags,
     d_key_bias: torch.Tensor | None = None, spans: Spans | None = None, packed: PackedMask | None = None,
+    band: int | None = None,
 ) -> None:  # fmt: skip
     """Fill dk, dv, `scratch` and `d_key_bias` [B, H, N]; `failed` flags the key blocks that are wanted, None: all."""
     known = (x for x in rows if x is not None)
     key, opt = launch_key(p, do, dk, dv, *known), options(p)
     if failed is None and supports_hopper(p, do, rows, dk, dv) is None:
-        _run_hopper(p, do, rows, scratch, dk, dv, opt, key, flags, d_key_bias, spans)
+        _run_hopper(p, do, rows, scratch, band, dk, dv, opt, key, flags, d_key_bias, spans)
         return
     config, how = config_of(p, "backward_dkv", **flags)
     opt = add_query_ranges(p, config, add_tile_map(p, config, add_key_index(p, opt), True, packed))
@@ -88,7 +89,9 @@ def needs_spans(p: Problem) -> bool:
     return p.key_lengths is not None or p.reach[0] is not None or forward_needs_spans(p)
 
 
-def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags, d_key_bias, spans: Spans | None) -> None:
+def _run_hopper(
+    p: Problem, do, rows: State, scratch, band: int | None, dk, dv, opt, key, flags, d_key_bias, spans: Spans | None
+) -> None:
     from regard._backends.gpu.attention.hopper.backward.kernel import backward_hopper
     from regard._backends.gpu.attention.hopper.backward.ring import KEYS, BackwardConfig
 
@@ -123,5 +126,5 @@ def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags, d
         ranges = find_query_ranges(p, spans, PARTS * KEYS.value)
     relative = None if p.relative is None else make_relative_bias(p, opt)
     opt = opt._replace(bias=view(p.bias))
-    arguments = *blocked, *numbers, ds_blocks, *outputs, spans, ranges, d_key_bias, relative, opt
+    arguments = *blocked, *numbers, ds_blocks, band, *outputs, spans, ranges, d_key_bias, relative, opt
     launch(key, backward_hopper, programs, arguments, (C,), num_warps=4)

@@ -1,8 +1,8 @@
 """Backward through stored ds: dk and dv leave ds in scratch, and dq = ds·k is one product.
 
 Five products in all, where finding ds once for dq and once for dk and dv takes seven. Scratch holds ds of some heads at
-a time, [heads, keys, queries] in 16 bits, at most `SCRATCH_BYTES` whatever the length. `backward_product` adds the keys
-in their order, so that equal inputs give equal bits.
+a time, [heads, keys, queries] in 16 bits, at most `SCRATCH_BYTES` whatever the length; of a window only the band of
+queries that see a block of keys. `backward_product` adds the keys in their order, so that equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -83,8 +83,23 @@ def heads_at_a_time(p: Problem) -> int:
 
 
 def padded_size(p: Problem) -> tuple[int, int]:
-    """Return (queries, keys) of ds in scratch: whole blocks."""
-    return triton.cdiv(p.q.shape[-2], QUERIES) * QUERIES, triton.cdiv(p.k.shape[-2], KEYS) * KEYS
+    """Return (queries, keys) of ds in scratch: whole blocks, of a window those of the band."""
+    queries, band = p.q.shape[-2], find_band(p)
+    if band is not None:
+        queries = band + p.reach[0] + QUERIES + KEYS
+    return triton.cdiv(queries, QUERIES) * QUERIES, triton.cdiv(p.k.shape[-2], KEYS) * KEYS
+
+
+def find_band(p: Problem) -> int | None:
+    """Return the column of query j in a band of ds, in the rows of the `QUERIES` keys from j on; None: no band.
+
+    They are seen from query j − right to j + QUERIES − 1 + left. Scratch has a column for each, not for every query.
+    """
+    left, right = p.reach
+    if left is None or right is None or min(left, right) < 0 or p.interval is not None or p.relative is not None:
+        return None
+    band = triton.cdiv(right, QUERIES) * QUERIES
+    return band if band + left + QUERIES + KEYS < p.q.shape[-2] else None
 
 
 def split_heads(p: Problem) -> Iterator[tuple[slice, slice, slice]]:
@@ -105,7 +120,7 @@ def split_heads(p: Problem) -> Iterator[tuple[slice, slice, slice]]:
 def backward(call: BackwardCall) -> None:
     """Fill dq, dk and dv of rows whose δ is known, some heads at a time."""
     p, do, state, grads, flags = call.problem, call.do, call.rows, call.grads, call.flags
-    m, n = padded_size(p)
+    (m, n), band = padded_size(p), find_band(p)
     scratch, parts = None, make_parts(p, STORED) if call.wants_relative else None
     for b, h, g in split_heads(p):
         rows = State(*(x if x is None else x[b, h] for x in state))
@@ -126,13 +141,13 @@ def backward(call: BackwardCall) -> None:
         if dkv.needs_spans(p) and dkv.supports_hopper(part, do[b, h], rows, dk, dv) is None:
             spans = find_spans(part, opt)
         d_key_bias = grads.bias if grads.bias is None else grads.bias[b, h]
-        dkv.run(part, do[b, h], rows, scratch, dk, dv, None, flags, d_key_bias, spans)
+        dkv.run(part, do[b, h], rows, scratch, dk, dv, None, flags, d_key_bias, spans, band=band)
         if parts is not None:
             sum_stored(scratch, parts[b, h], opt)
         unbiased = replace(part, bias=None, relative=None)  # no score is computed
         config, how = config_of(unbiased, "backward_product", **flags)
         blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, config.BN, config.BM])
-        arguments = view(k), describe_blocks(k, config.BN, config.BD, True), blocks, view(dq), spans, opt
+        arguments = view(k), describe_blocks(k, config.BN, config.BD, True), blocks, band, view(dq), spans, opt
         launch(launch_key(part, dq), backward_product, count_blocks(part, config), arguments, (config,), **how)
     if parts is not None:
         grads.relative = join_parts(p, parts)
@@ -140,11 +155,15 @@ def backward(call: BackwardCall) -> None:
 
 @triton.jit
 def product_tile(
-    acc, ds_blocks, k, k_blocks, b, h, i, start, rows, lowest, highest, n, opt, C: tl.constexpr, EDGE: tl.constexpr
+    acc, ds_blocks, band, k, k_blocks, b, h, i, start, rows, lowest, highest, n, opt, C: tl.constexpr,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys: dq += ds·k; ds that no query of the tile sees was never stored."""
     g = h // opt.group
-    ds = tl.reshape(ds_blocks.load([b * opt.heads + h, start, i]), [C.BN, C.BM])
+    column = i
+    if band is not None:
+        column = i - start // C.BM * C.BM + band  # C.BM is `QUERIES`
+    ds = tl.reshape(ds_blocks.load([b * opt.heads + h, start, column]), [C.BN, C.BM])
     if EDGE:
         if rows is None:
             _, last = tiles.window_range((i + tl.arange(0, C.BM))[None, :], opt, n)
@@ -159,7 +178,7 @@ def product_tile(
 
 
 @triton.jit
-def backward_product(k, k_blocks, ds_blocks, dq, spans, opt, C: tl.constexpr):
+def backward_product(k, k_blocks, ds_blocks, band, dq, spans, opt, C: tl.constexpr):
     """Compute dq of one block of queries."""
     blocks = tl.cdiv(opt.queries, C.BM)
     block = tl.program_id(0)
@@ -175,20 +194,26 @@ def backward_product(k, k_blocks, ds_blocks, dq, spans, opt, C: tl.constexpr):
         _, highest = tiles.window_range(tl.minimum(i0 + C.BM, opt.queries) - 1, opt, n)
         _, _, outer = key_loop.find_key_range(i0, opt, n, C.BM, C.BN)
         for start in tl.range(0, outer, C.BN):
-            acc = product_tile(acc, ds_blocks, k, k_blocks, b, h, i0, start, None, 0, highest, n, opt, C, False)
+            acc = product_tile(acc, ds_blocks, band, k, k_blocks, b, h, i0, start, None, 0, highest, n, opt, C, False)
         for start in tl.range(outer, highest, C.BN):
-            acc = product_tile(acc, ds_blocks, k, k_blocks, b, h, i0, start, None, 0, highest, n, opt, C, True)
+            acc = product_tile(acc, ds_blocks, band, k, k_blocks, b, h, i0, start, None, 0, highest, n, opt, C, True)
     else:
         first, last, lowest, earliest, latest, highest = load_spans(spans, b, h, i0, C.BM)
         rows = (first, last)
         inner = tl.cdiv(earliest, C.BN) * C.BN
         outer = tl.minimum(latest, highest) // C.BN * C.BN
         for start in tl.range(tl.minimum(lowest, highest) // C.BN * C.BN, tl.minimum(inner, highest), C.BN):
-            acc = product_tile(acc, ds_blocks, k, k_blocks, b, h, i0, start, rows, lowest, highest, n, opt, C, True)
+            acc = product_tile(
+                acc, ds_blocks, band, k, k_blocks, b, h, i0, start, rows, lowest, highest, n, opt, C, True
+            )
         for start in tl.range(inner, outer, C.BN):
-            acc = product_tile(acc, ds_blocks, k, k_blocks, b, h, i0, start, rows, lowest, highest, n, opt, C, False)
+            acc = product_tile(
+                acc, ds_blocks, band, k, k_blocks, b, h, i0, start, rows, lowest, highest, n, opt, C, False
+            )
         for start in tl.range(tl.maximum(inner, outer), highest, C.BN):
-            acc = product_tile(acc, ds_blocks, k, k_blocks, b, h, i0, start, rows, lowest, highest, n, opt, C, True)
+            acc = product_tile(
+                acc, ds_blocks, band, k, k_blocks, b, h, i0, start, rows, lowest, highest, n, opt, C, True
+            )
         acc = tl.where((first < last)[:, None], acc, 0.0)  # of a row that sees nothing ds may never have been stored
     if not (C.LINEAR and opt.temperature.ptr is not None):
         acc = acc * tiles.number(opt.scale, C.ACC)

@@ -20,7 +20,7 @@ from regard._backends.gpu.launcher import launch
 from regard._core.problem import Problem
 
 GROUP = 64  # queries
-FIELDS = tl.constexpr(8)  # numbers of a group: least and largest first, last, position; two are not used
+FIELDS = tl.constexpr(8)  # numbers of a group: least and largest first, last, position; rows without a key; one spare
 FAR = tl.constexpr(2**30)  # beyond every key
 
 
@@ -91,15 +91,18 @@ def store_spans(interval, spans, opt, SIZE: tl.constexpr):
     tl.store(to + 3, tl.max(last, 0))
     tl.store(to + 4, tl.min(tl.where(alive, near, FAR), 0))
     tl.store(to + 5, tl.max(tl.where(alive, near, 0), 0))
-    tl.store(to + 6, 0)
+    tl.store(to + 6, tl.sum(tl.where(inside & (alive == 0), 1, 0), 0))
     tl.store(to + 7, 0)
 
 
 def find_query_ranges(p: Problem, spans: Spans, keys: int) -> torch.Tensor:
-    """(first query tile, number of query tiles) that see each block of `keys` keys, [B, G, blocks, 2] int32."""
+    """Per block of `keys` keys: the first query tile that sees one of them, how many do, and a run that sees them all.
+
+    [B, G, blocks, 4] int32; the run is [third, fourth), counted from the first tile, and may be empty.
+    """
     batch, heads, n = p.k.shape[:3]
     blocks = triton.cdiv(n, keys)
-    ranges = torch.empty(batch, heads, blocks, 2, dtype=torch.int32, device=p.k.device)
+    ranges = torch.empty(batch, heads, blocks, 4, dtype=torch.int32, device=p.k.device)
     arguments = spans, ranges, blocks, heads, p.q.shape[1] // heads
     launch(None, store_query_ranges, batch * heads * blocks, arguments, (keys, 256), num_warps=1)
     return ranges
@@ -107,24 +110,48 @@ def find_query_ranges(p: Problem, spans: Spans, keys: int) -> torch.Tensor:
 
 @triton.jit
 def store_query_ranges(spans, ranges, blocks, heads, group, KEYS: tl.constexpr, STEP: tl.constexpr):
-    """Stores the query tiles that one block of keys is seen from, by any head of its group."""
+    """Stores the query tiles that see one block of keys, in any head of its group, and a run that see all of it."""
     pid = tl.program_id(0)
     j0 = pid % blocks * KEYS
     g, b = pid // blocks % heads, pid // blocks // heads
     begin = tl.full([STEP], FAR, tl.int32)
     end = tl.full([STEP], 0, tl.int32)
+    inner = tl.full([STEP], FAR, tl.int32)
+    for start in range(0, spans.count, STEP):
+        tile = start + tl.arange(0, STEP)
+        sees, whole = find_views(tile, b, g, j0, spans, group, KEYS)
+        begin = tl.minimum(begin, tl.where(sees, tile, FAR))
+        end = tl.maximum(end, tl.where(sees, tile + 1, 0))
+        inner = tl.minimum(inner, tl.where(whole, tile, FAR))
+    lowest, highest, middle = tl.min(begin, 0), tl.max(end, 0), tl.min(inner, 0)
+    outer = tl.zeros([STEP], tl.int32) + highest
+    for start in range(middle // STEP * STEP, tl.where(middle == FAR, 0, highest), STEP):
+        tile = start + tl.arange(0, STEP)
+        _, whole = find_views(tile, b, g, j0, spans, group, KEYS)
+        outer = tl.minimum(outer, tl.where(whole | (tile < middle), FAR, tile))
+    lowest = tl.where(lowest == FAR, 0, lowest)
+    middle = tl.where(middle == FAR, highest, middle)
+    to = ranges + 4 * tiles.wide(pid)
+    tl.store(to, lowest)
+    tl.store(to + 1, highest - lowest)
+    tl.store(to + 2, middle - lowest)
+    tl.store(to + 3, tl.maximum(tl.min(outer, 0), middle) - lowest)
+
+
+@triton.jit
+def find_views(tile, b, g, j0, spans, group, KEYS: tl.constexpr):
+    """(does a query of a tile see one of the block's keys?, do all of them see all keys?) for the heads of a group."""
+    sees = tile < 0
+    whole = tile < spans.count
     for h in range(g * group, g * group + tl.where(spans.each == 1, group, 1)):
-        for start in range(0, spans.count, STEP):
-            tile = start + tl.arange(0, STEP)
-            at = find_group(spans, b, h, 0) + tile * FIELDS
-            first = tl.load(at, mask=tile < spans.count, other=FAR)
-            last = tl.load(at + 3, mask=tile < spans.count, other=0)
-            sees = (first < j0 + KEYS) & (last > j0)
-            begin = tl.minimum(begin, tl.where(sees, tile, FAR))
-            end = tl.maximum(end, tl.where(sees, tile + 1, 0))
-    lowest = tl.min(begin, 0)
-    tl.store(ranges + 2 * tiles.wide(pid), tl.where(lowest == FAR, 0, lowest))
-    tl.store(ranges + 2 * tiles.wide(pid) + 1, tl.maximum(tl.max(end, 0) - lowest, 0))
+        at = find_group(spans, b, h, 0) + tile * FIELDS
+        inside = tile < spans.count
+        first, latest = tl.load(at, mask=inside, other=FAR), tl.load(at + 1, mask=inside, other=FAR)
+        soonest, last = tl.load(at + 2, mask=inside, other=0), tl.load(at + 3, mask=inside, other=0)
+        blind = tl.load(at + 6, mask=inside, other=1)
+        sees = sees | ((first < j0 + KEYS) & (last > j0))
+        whole = whole & (latest <= j0) & (soonest >= j0 + KEYS) & (last > j0) & (blind == 0)
+    return sees, whole
 
 
 @triton.jit

@@ -9,7 +9,7 @@
 Queries beyond the last are loaded as zeros, and so is their row state: p = 1, but do = 0, dp = 0 and δ = 0.
 
 With intervals of keys (`spans`) a block of keys visits the query tiles from the first to the last that see one of them,
-and masks each.
+and masks all but one run of tiles that see every key of the block.
 """
 
 from __future__ import annotations
@@ -112,7 +112,10 @@ def process_tile(
     fence_async_shared()  # before the arrival: ptxas 12.8 fails on the other order if nothing is stored
     mbarrier.arrive(ring.free.index(before), count=1, pred=last >= 0)
     if blocks.slopes is not None:
-        async_store(blocks.slopes, [head, j0, i0], ring.ds.index(group))
+        column = i0
+        if blocks.band is not None:
+            column = i0 - (j0 - group * KEYS) + blocks.band
+        async_store(blocks.slopes, [head, j0, column], ring.ds.index(group))
     dv, _ = warpgroup_mma_wait(0, deps=[dv, u])
     return dk, dv, d_bias, t
 
@@ -149,21 +152,24 @@ def consume(blocks, ring, opt, group: gl.constexpr, C: gl.constexpr):
                 mbarrier.wait(ring.full.index(t % C.STAGES), (t // C.STAGES) & 1)
                 mbarrier.arrive(ring.free.index(t % C.STAGES), count=1)
         if j0 + KEYS > opt.keys:
-            inner = end
+            inner = end  # of intervals no tile is whole then
         i0 = (work.begin - begin) * ROWS
-        if C.INTERVAL:  # every tile is masked: Triton 3.6 miscompiles these products inside a branch
-            for t in range(begin, end):
+        outer = end
+        if C.INTERVAL:
+            inner, outer = begin + work.inner, begin + work.outer
+        # three loops: Triton 3.6 miscompiles these products inside a branch
+        for t in range(first, inner):
+            pending = process_tile(
+                t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, table, opt, group, C, True
+            )
+        for t in range(inner, outer):
+            pending = process_tile(
+                t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, table, opt, group, C, False
+            )
+        if C.INTERVAL:
+            for t in range(outer, end):
                 pending = process_tile(
                     t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, table, opt, group, C, True
-                )
-        else:
-            for t in range(first, inner):
-                pending = process_tile(
-                    t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, table, opt, group, C, True
-                )
-            for t in range(inner, end):
-                pending = process_tile(
-                    t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, table, opt, group, C, False
                 )
         if blocks.d_bias is not None:
             dk, dv, d_bias, last = pending
@@ -185,14 +191,14 @@ def consume(blocks, ring, opt, group: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def backward_hopper(
-    k, v, q, do, shift, delta, inverse, slopes, dk, dv, spans, ranges, d_bias, relative, opt, C: gl.constexpr
+    k, v, q, do, shift, delta, inverse, slopes, band, dk, dv, spans, ranges, d_bias, relative, opt, C: gl.constexpr
 ):  # fmt: skip
-    """Computes dk, dv and, if `slopes` is not None, stores ds. The first ten arguments are tensor descriptors."""
+    """Computes dk, dv and, if `slopes` is not None, stores ds. All up to dv but `band` are descriptors."""
     TYPE: gl.constexpr = q.dtype
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     STAGES: gl.constexpr = C.STAGES
     NUMBERS: gl.constexpr = C.NUMBERS
-    blocks = Blocks(k, v, q, do, shift, delta, inverse, slopes, dk, dv, spans, ranges, d_bias, relative)
+    blocks = Blocks(k, v, q, do, shift, delta, inverse, slopes, band, dk, dv, spans, ranges, d_bias, relative)
     ring = Ring(
         gl.allocate_shared_memory(TYPE, [WARPGROUPS, 1, 1, KEYS, C.D], k.layout),
         gl.allocate_shared_memory(TYPE, [WARPGROUPS, 1, 1, KEYS, C.D], v.layout),

@@ -56,7 +56,8 @@ class Blocks(NamedTuple):
     shift: Any  # [B · H, M] by [1, 64], and so δ and 1/Z
     delta: Any
     inverse: Any
-    slopes: Any  # ds, [B · H, N, M] by [1, 64, 64]
+    slopes: Any  # ds, [B · H, N, M] by [1, 64, 64], or a band of it
+    band: Any  # None, or the column of the query whose number is that of a block's first key: see `stored_ds.find_band`
     dk: Any
     dv: Any
     spans: Any  # `spans.Spans` and, per block of keys, its first and last query tile; no descriptors
@@ -73,6 +74,8 @@ class Work(NamedTuple):
     j0: Any
     begin: Any
     tiles: Any
+    inner: Any  # with intervals: tiles inner … outer − 1 of them see all of its keys
+    outer: Any
 
 
 @gluon.jit
@@ -86,10 +89,11 @@ def get_work(ranges, opt, C: gl.constexpr):
     if C.CAUSAL:
         begin = j0 // ROWS
     count = gl.maximum(gl.cdiv(opt.queries, ROWS) - begin, 0)
+    inner, outer = count, count
     if C.INTERVAL:
-        begin = gl.load(ranges + 2 * block)
-        count = gl.load(ranges + 2 * block + 1)
-    return Work(block // blocks // groups, (block // blocks) % groups, j0, begin, count)
+        begin, count = gl.load(ranges + 4 * block), gl.load(ranges + 4 * block + 1)
+        inner, outer = gl.load(ranges + 4 * block + 2), gl.load(ranges + 4 * block + 3)
+    return Work(block // blocks // groups, (block // blocks) % groups, j0, begin, count, inner, outer)
 
 
 @gluon.jit

@@ -139,7 +139,9 @@ def run_fused(call: Call) -> Result:
         out, _, _ = run_fused(replace(call, problem=replace(problem, stats=())))
         with torch.no_grad():
             return out, *dense_attention(call)[1:]
-    order = statistics.with_gradient_inputs(problem.stats, problem.choice)
+    order = problem.stats
+    if any(x is not None and x.requires_grad for x in call.inputs):
+        order = statistics.with_gradient_inputs(order, problem.choice)
     if problem.dropout_p or order != problem.stats:
         call = replace(call, problem=replace(problem, stats=order, seed=draw_seed(problem)))
     out, stacked = run_kernels(call.problem, call.inputs, call.path.backend)
@@ -166,8 +168,7 @@ def run_kernels(problem: Problem, inputs: tuple[Tensor | None, ...], backend: st
     module = backend_module(ATTENTION, backend)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return FusedAttention.apply(problem, module, *inputs)
-    result = module.forward(problem)
-    return result.o, result.stats
+    return module.attend(problem)
 
 
 def run_reference(call: Call) -> Result:

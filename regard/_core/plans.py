@@ -156,8 +156,7 @@ def _run_fused(
     elif small is not None:
         out, stacked = small(q, k, v)
     else:
-        result = module.forward(Problem(q, k, v, *rest))
-        out, stacked = result.o, result.stats
+        out, stacked = module.attend(Problem(q, k, v, *rest))
     if wanted is None:
         return out
     return out, Statistics.of_stacked(stacked, order, wanted, options.choice)

@@ -101,3 +101,20 @@ def test_a_plan_keeps_no_tensor_alive():
     del given
     gc.collect()
     assert [x() for x in known] == [None] * 3
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["no gradient", "gradient"])
+def test_a_first_call_computes_the_statistics_that_later_ones_do(monkeypatch, learns):
+    """Those that gradients are computed from are added only where there is a gradient."""
+    from regard._backends.cpu.attention import launch
+
+    asked = []
+    for name in ("attend", "forward"):
+        kept = getattr(launch, name)
+        monkeypatch.setattr(launch, name, lambda p, kept=kept: asked.append(p.stats) or kept(p))
+    monkeypatch.setattr(launch, "plan", lambda problem: None)
+    plans.plans.clear()
+    q, k, v = qkv()
+    for _ in range(2):
+        regard.attention(q.requires_grad_(learns), k, v, return_stats=("entropy", "max_logit"), enable_gqa=True)
+    assert len(asked) == 2 and asked[0] == asked[1] and (len(asked[0]) == 2) is not learns

@@ -3,6 +3,8 @@
 Choosing a kernel, its blocks and its descriptors costs the host more than a small kernel runs. All of that follows from
 shapes, strides, dtypes, alignments and options, so that a second call of the same kind can repeat what the first one
 did, on its own tensors: a replay is a Python function of torch ops and launches, written when the call is recorded.
+Launches are given addresses, as Triton asks the driver about every tensor, and memory that kernels alone see is
+allocated in one piece.
 
     first call    run(inputs) under a `Recorder`: a dispatch mode sees torch's ops, `launcher.launch` reports kernels
     later calls   tape.replay(inputs)
@@ -12,6 +14,7 @@ A call whose launches the recorder did not all see (a kernel started without `la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from regard._backends.gpu import launcher
 
 MAX_TAPES = 512
+MAX_BYTES = 2**25  # of an allocation that shares its memory with others
+ALIGNMENT = 256  # bytes, as torch allocates
 UNSEEN, SEEN = object(), object()
 _tapes: dict[Hashable, Any] = {}  # a Tape, SEEN, or None for a call that has none
 
@@ -66,31 +71,79 @@ class Tape:
 
 
 def _write_source(steps: list[Step], inputs: int, result: tuple) -> tuple[str, dict[str, Any]]:
-    """The text of `replay(inputs)`, and the constants that it names."""
+    """The text of `replay(inputs)`, and the constants that it names.
+
+    s3 is the tensor of slot 3, p3 its address, `memory` what several slots share and `base` the address of that.
+    """
     names: dict[str, Any] = {}
+    shared, size, kind = _share_memory(steps, result)
+    addressed = {at for step in steps if not step.results for at in _slots_of(step.arguments)[0]} - set(shared)
 
     def name(x: Any) -> str:
         names[f"c{len(names)}"] = x
         return f"c{len(names) - 1}"
 
-    def write(x: Any) -> str:
+    def write(x: Any, to_kernel: bool = False) -> str:
         if type(x) is Slot:
-            return f"s{x.index}"
+            at = x.index
+            return f"base + {shared[at]}" if at in shared else f"p{at}" if to_kernel else f"s{at}"
         if type(x) is Encoded:
             return f"*{name(x.encode)}(s{x.slot.index})"
         if type(x) is Nested:
-            parts = "".join(write(part) + ", " for part in x.parts)
-            return f"({parts})" if x.kind is tuple else f"[{parts}]" if x.kind is list else f"{name(x.kind)}(({parts}))"
+            is_descriptor = type(x.kind) is _Descriptor
+            parts = "".join(write(part, to_kernel and not is_descriptor) + ", " for part in x.parts)
+            is_tuple = x.kind is tuple or (to_kernel and not is_descriptor)  # to a kernel a named tuple is one as well
+            return f"({parts})" if is_tuple else f"[{parts}]" if x.kind is list else f"{name(x.kind)}(({parts}))"
         return repr(x) if x is None or type(x) in (bool, int) else name(x)
 
+    def write_addresses(slots: Sequence[int]) -> list[str]:
+        return [f"    p{at} = s{at}.data_ptr()" for at in slots if at in addressed]
+
     lines = ["def replay(inputs):", "    " + "".join(f"s{place}, " for place in range(inputs)) + "= inputs"]
+    lines += write_addresses(range(inputs))
+    if shared:
+        lines += [f"    memory = {name(torch.empty)}({size}, **{name(kind)})", "    base = memory.data_ptr()"]
     for call, arguments, options, results, returns_one in steps:
-        given = [*map(write, arguments), *([f"**{name(options)}"] if options else [])]
+        if results and results[0] in shared:
+            continue
+        given = [*(write(x, not results) for x in arguments), *([f"**{name(options)}"] if options else [])]
         targets = "".join(f"s{place}, " for place in results)
         equals = "" if not results else f"s{results[0]} = " if returns_one else f"{targets}= "
-        lines.append(f"    {equals}{name(call)}({', '.join(given)})")
+        lines += [f"    {equals}{name(call)}({', '.join(given)})", *write_addresses(results)]
     lines.append("    return " + write(Nested(tuple, result)))
     return "\n".join(lines), names
+
+
+def _share_memory(steps: list[Step], result: tuple) -> tuple[dict[int, int], int, dict[str, Any]]:
+    """({slot: offset}, bytes, options of torch.empty) of the memory shared by allocations that only kernels see."""
+    seen = {at for step in steps if step.results for at in _slots_of(step.arguments)[0]}
+    seen |= {at for step in steps for at in _slots_of(step.arguments)[1]} | set(_slots_of(result)[0])
+    shared: dict[int, int] = {}
+    size, device = 0, None
+    for step in steps:
+        if step.call is not torch.empty or len(step.arguments) != 1 or step.results[0] in seen:
+            continue
+        own = math.prod(step.arguments[0]) * step.options["dtype"].itemsize
+        if 0 < own <= MAX_BYTES and device in (None, step.options["device"]):
+            shared[step.results[0]], device = size, step.options["device"]
+            size += -(-own // ALIGNMENT) * ALIGNMENT
+    return (shared, size, dict(dtype=torch.uint8, device=device)) if len(shared) > 1 else ({}, 0, {})
+
+
+def _slots_of(arguments: Any) -> tuple[list[int], list[int]]:
+    """The slots among arguments: those given as they are, and those inside tensor descriptors."""
+    plain: list[int] = []
+    described: list[int] = []
+    for x in arguments:
+        if type(x) is Slot:
+            plain.append(x.index)
+        elif type(x) is Encoded:
+            described.append(x.slot.index)
+        elif type(x) is Nested:
+            inside = _slots_of(x.parts)
+            described += inside[1] + (inside[0] if type(x.kind) is _Descriptor else [])
+            plain += [] if type(x.kind) is _Descriptor else inside[0]
+    return plain, described
 
 
 class Recorder(TorchDispatchMode):

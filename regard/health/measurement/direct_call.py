@@ -35,8 +35,8 @@ def attention_directly(call: Call) -> tuple[Tensor, Statistics] | None:
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else None  # laid out as q, as the model expects
     problem = Problem(q, k, v, _softmax(), scale, causal=call.causal, stats=NAMES)
-    result = kernels.forward(problem, out)
-    return result.o, Statistics.of_stacked(result.stats, NAMES, NAMES, problem.choice)
+    o, stacked = kernels.attend(problem, out)
+    return o, Statistics.of_stacked(stacked, NAMES, NAMES, problem.choice)
 
 
 def is_plain(call: Call) -> bool:

@@ -1,5 +1,7 @@
 """Recorded calls, on the CPU: a tape repeats torch's ops on other tensors, and is not made of what it cannot repeat."""
 
+import ctypes
+
 import torch
 
 from regard._backends.gpu import launcher, tape
@@ -39,3 +41,42 @@ def test_a_view_that_follows_from_an_address_is_made_anew():
     (found,) = kept.replay((other,))
     assert torch.equal(found, align(other)) and found.data_ptr() % 64 == 0
     assert torch.equal(launcher.call_by_address(align, other), found)
+
+
+def test_memory_that_only_kernels_see_is_one_piece():
+    """Two launches hand numbers on through scratch: the second reads at the address that the first wrote to."""
+    given = []
+
+    def write(*arguments):
+        given.append(arguments)
+        where, source = arguments[0], arguments[1][0]
+        ctypes.memmove(where, source, 12)
+
+    kind = dict(dtype=torch.float32, device=torch.device("cpu"))
+    steps = [
+        tape.Step(torch.empty, ([3],), kind, (1,), True),  # seen by kernels alone, and so the next one
+        tape.Step(torch.empty, ([2, 40],), kind, (2,), True),
+        tape.Step(torch.empty, ([3],), kind, (3,), True),  # returned
+        tape.Step(torch.empty, ([3],), kind, (4,), True),  # given to one of torch's ops
+        tape.Step(torch.ops.aten.fill_.Scalar, (tape.Slot(4), 7.0), {}, (4,), True),
+        tape.Step(write, (tape.Slot(2), tape.Nested(tuple, (tape.Slot(0), 5))), {}, (), True),
+        tape.Step(write, (tape.Slot(1), tape.Nested(tuple, (tape.Slot(4),))), {}, (), True),
+        tape.Step(write, (tape.Slot(3), tape.Nested(tape.Slot._make, (tape.Slot(2),))), {}, (), True),
+    ]
+    kept = tape.Tape(steps, 1, (tape.Slot(3), None))
+    x = torch.randn(3)
+    found, nothing = kept.replay((x,))
+    assert torch.equal(found, x) and nothing is None
+    (second, (address, number)), (first, _), (last, (again,)) = given
+    assert address == x.data_ptr() and number == 5 and again == second and last == found.data_ptr()
+    assert second - first == 256 and first % 64 == 0
+    assert kept.source.count("empty") == 0 and "memory" in kept.source
+
+
+def test_one_piece_of_scratch_stays_a_tensor():
+    kind = dict(dtype=torch.float32, device=torch.device("cpu"))
+    given = []
+    steps = [tape.Step(torch.empty, ([3],), kind, (1,), True), tape.Step(given.append, (tape.Slot(1),), {}, (), True)]
+    kept = tape.Tape(steps, 1, (tape.Slot(0),))
+    (found,) = kept.replay((torch.ones(2),))
+    assert torch.equal(found, torch.ones(2)) and type(given[0]) is int and "memory" not in kept.source

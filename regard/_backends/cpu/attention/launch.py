@@ -45,6 +45,12 @@ def forward(problem: Problem) -> Forward:
     return Forward(*compute_forward(detach_problem(problem), problem.q.dtype))
 
 
+def attend(problem: Problem) -> tuple[Tensor, Tensor]:
+    """o and the statistics of a call that needs no gradient."""
+    o, _, _, stats = compute_forward(detach_problem(problem), problem.q.dtype)
+    return o, stats
+
+
 def compute_forward(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o in the given dtype, shift and z [B, H, M], and the statistics."""
     blocks, wide, rows = Blocks(problem), problem.accumulator, problem.q.shape[:3]

@@ -1,8 +1,11 @@
-"""The GPU backend of attention: `forward` gives a `Forward` of a `Problem`, `backward` its `Gradients`."""
+"""The GPU backend of attention: `forward` gives a `Forward` of a `Problem`, `backward` its `Gradients`.
+
+`attend` is `forward` without the row state that `backward` reads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from operator import attrgetter
 
@@ -36,20 +39,29 @@ tensors_of = attrgetter(
 
 def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
     """Compute o, the row state and the statistics of one call. `o` may be a preallocated output of any strides."""
+    return Forward(*_run_recorded("forward", problem, o, lambda found: (found.o, found.shift, found.z, found.stats)))
+
+
+def attend(problem: Problem, o: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute o and the statistics of a call that needs no gradient: a replay keeps no row state."""
+    return _run_recorded("attend", problem, o, lambda found: (found.o, found.stats))
+
+
+def _run_recorded(name: str, problem: Problem, o: torch.Tensor | None, pick: Callable[[Forward], tuple]) -> tuple:
+    """What `pick` takes of the forward of a call, recorded and replayed for calls like it."""
 
     def compute() -> tuple:
-        result = _forward(_with_near_entries(problem), o if o is None or _has_near_entries(o) else None)
-        return result.o, result.shift, result.z, result.stats
+        return pick(_forward(_with_near_entries(problem), o if o is None or _has_near_entries(o) else None))
 
     with on_device_of(problem.q):
         if not _has_tape(problem):
-            return Forward(*compute())
+            return compute()
         inputs = (*tensors_of(problem), o)
         if problem.kind is not None and o is None:
-            key: Hashable = ("forward", problem.kind, problem.stats, tape.alignment_of(inputs[:3]))
+            key: Hashable = (name, problem.kind, problem.stats, tape.alignment_of(inputs[:3]))
         else:
-            key = "forward", options_of(problem), tape.key_of(inputs)
-        return Forward(*tape.run(key, inputs, compute))
+            key = name, options_of(problem), tape.key_of(inputs)
+        return tape.run(key, inputs, compute)
 
 
 def _forward(p: Problem, o: torch.Tensor | None) -> Forward:

@@ -88,11 +88,12 @@ def test_heads_told_early_are_those_told_late(monkeypatch, batches):
     sizes = dict(hidden_size=128, intermediate_size=128, num_attention_heads=8, num_key_value_heads=2, vocab_size=50)
     model = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=6, **sizes)).cuda().bfloat16()
     given = [dict(input_ids=torch.randint(50, (2, 700), device="cuda")) for _ in range(batches)]
-    early = regard.examine(model, given)
+    early = regard.examine(model, given, checks=False)  # ablation takes as many heads as its time allows
     monkeypatch.setattr(examination, "read_early", lambda recorder: None)
-    late = regard.examine(model, given)
+    late = regard.examine(model, given, checks=False)
     assert early.unmeasured == late.unmeasured == []
-    assert early.to_json()["heads"] == late.to_json()["heads"]
+    for one, other in zip(early.to_json()["heads"], late.to_json()["heads"], strict=True):
+        assert {name: (x, other[name]) for name, x in one.items() if x != other[name]} == {}
 
 
 def test_a_monitor_measures_after_the_forward_what_it_measures_at_once(monkeypatch):

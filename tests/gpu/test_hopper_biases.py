@@ -208,9 +208,11 @@ def test_public_biases_take_hopper_with_statistics(name):
     out, stats = regard.attention(q, k, v, given, **options)
     truth, _, exact = regard.reference.attention(q, k, v, given.dense(q, 1024), **options)
     assert (out.double() - truth).norm() <= 2.4e-2 * truth.norm()
+    rounding = 2.0**-22 * 512 if name == "alibi" else 0.0  # of slope·j, up to 512, which is added before −slope·i is
     for statistic, ours in stats.items():
-        error = (ours.double() - exact[statistic]).abs() / (exact[statistic].abs() + 10 * FLOOR[statistic])
-        assert error.max() <= 2e-3, (statistic, float(error.max()))
+        size = exact[statistic].abs() + 10 * FLOOR[statistic]
+        error = (ours.double() - exact[statistic]).abs()
+        assert (error <= 2e-3 * size + rounding).all(), (statistic, float((error / size).max()))
     do = torch.randn(out.shape, generator=generator).cuda()
     wanted = [q, k, v] + ([table] if name == "relative" else [])
     ours = torch.autograd.grad((out * do).sum(), wanted)

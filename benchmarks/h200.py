@@ -104,6 +104,8 @@ def timed(right: set[Case]) -> tuple[dict[Case, float], dict[tuple[str, str, boo
         ours |= {key: ms for key, ms in found.items() if isinstance(key, Case)}
         for who, causal, _ in found.keys() - ours.keys():
             theirs[who, shape, causal] = found[who, causal, False], found[who, causal, True]
+        # a run that is cut off still tells these
+        say(shape + ": " + ", ".join(f"{getattr(key, 'told', key)} {ms:.3f}" for key, ms in found.items()))
     return ours, theirs
 
 

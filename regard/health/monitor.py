@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from regard.health.capture.interception import as_written
+from regard.health.capture.interception import as_written, find_caller
 from regard.health.measurement.recorder import Layer, merge_uses
 from regard.health.readings.heads import SEES_NOTHING
 from regard.health.watching.alarms import Alarm, AlarmRules
@@ -361,7 +361,7 @@ class Monitor:
                 if self.on_alarm is not None:
                     self.on_alarm(alarm)
                 if alarm.severity != "note":
-                    warnings.warn(f"step {alarm.step}: {alarm.text}", AttentionWarning, stacklevel=2)
+                    _warn(f"step {alarm.step}: {alarm.text}" + (f". To do: {alarm.action}." if alarm.action else ""))
 
     def _select(self, rows: list[dict], flags: dict[str, dict]) -> list[dict]:
         """Returns the heads whose own numbers are logged: all on request, else some of those in trouble."""
@@ -383,7 +383,12 @@ class Monitor:
         """Warn once of each kind."""
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(text, AttentionWarning, stacklevel=2)
+            _warn(text)
+
+
+def _warn(text: str) -> None:
+    """Warns at the line of the training loop, or of the code it uses, that ran the model."""
+    warnings.warn(text, AttentionWarning, stacklevel=find_caller()[1] + 1)
 
 
 _watching: weakref.WeakSet[Monitor] = weakref.WeakSet()

@@ -227,8 +227,9 @@ def test_heads_are_logged_on_request_or_in_trouble():
 
 def test_alarms_are_events(tmp_path):
     path, events = tmp_path / "run.jsonl", []
-    with pytest.warns(AttentionWarning, match="step 2: self_attn, head 0: exploding logits"):
+    with pytest.warns(AttentionWarning, match="step 2: self_attn, head 0: exploding logits.*regard.qk_clip") as seen:
         monitor = watched(path, gain=300.0, on_alarm=events.append)
+    assert {one.filename for one in seen} == {__file__}  # the line that ran the model, not one of regard
     alarm = next(alarm for alarm in monitor.alarms if alarm.kind == "exploding logits")
     assert (alarm.step, alarm.severity, alarm.heads) == (2, "critical", (("self_attn", 0), ("self_attn", 1)))
     assert events == monitor.alarms

@@ -13,7 +13,6 @@ product of queries and keys are reported with the line that multiplies them by v
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,14 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from regard.health.capture.call import HIDES_ALWAYS, HIDES_AMONG_ZEROS, Call
-from regard.health.capture.interception import interceptions_of, is_swapped, route, route_result, running_module
+from regard.health.capture.interception import (
+    find_caller,
+    interceptions_of,
+    is_swapped,
+    route,
+    route_result,
+    running_module,
+)
 
 PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
@@ -33,7 +39,6 @@ DROPPING = {"dropout", "dropout_"}
 TRANSPOSING = {"transpose", "swapaxes", "swapdims", "permute"}
 MT = torch.Tensor.mT.__get__  # type: ignore[attr-defined]
 EXACT, ROUNDED = 2e-6, 4.0  # a bias below EXACT·max|s| + ROUNDED·eps·|s| is rounding
-PLACES = (f"{torch.__path__[0]}/", __file__.rpartition("health")[0])  # files of torch and of regard
 
 
 @dataclass
@@ -251,9 +256,7 @@ def _mask_of(logits: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor | Non
 
 def _line() -> str:
     """Returns file and line of the innermost code that is neither torch's nor regard's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PLACES):
-        frame = frame.f_back
+    frame, _ = find_caller()
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 

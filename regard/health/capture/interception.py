@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from regard.health.capture.call import UNDER_VMAP, Call, forget_derived, in_torc
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 WITHOUT_ATTENTION = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.GELU, nn.ReLU)
+PLACES = (f"{torch.__path__[0]}/", __file__.rpartition("health")[0])  # files of torch and of regard
 SUFFIXES_WITHOUT_ATTENTION = ("Norm", "Embedding", "Activation", "Conv1D")  # of class names
 
 
@@ -345,6 +347,14 @@ def without_mode() -> contextlib.AbstractContextManager:
     depth = torch._C._len_torch_function_stack()
     is_ours = depth and getattr(torch._C._get_function_stack_at(depth - 1), "captures_attention", False)
     return _pop_mode_temporarily() if is_ours else contextlib.nullcontext()
+
+
+def find_caller() -> tuple[FrameType, int]:
+    """Returns the innermost frame of code that is neither torch's nor regard's, and its distance from the caller."""
+    frame, distance = sys._getframe(1), 0
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PLACES):
+        frame, distance = frame.f_back, distance + 1
+    return frame, distance
 
 
 def running_module() -> nn.Module | None:

@@ -46,6 +46,17 @@ NUMBERS: dict[str, Callable[[float], str]] = {
 }
 WORSE_BELOW = ("collapsed", "dead", "falling")  # kinds whose worst head has the smallest number
 WIDE = ("collapsed", "dying gradient")
+LESS_SHARP = "lower the learning rate or warm up longer, and bound the scores with QK-norm or a soft cap"
+ACTIONS = {  # what to do about each kind
+    "exploding logits": "lower the learning rate, and bound the scores with regard.qk_clip, QK-norm or a soft cap",
+    "rising": "lower the learning rate, or bound the scores with regard.qk_clip, QK-norm or a soft cap",
+    "collapsed": f"go back to a checkpoint from before; {LESS_SHARP}",
+    "falling": LESS_SHARP,
+    "dying gradient": LESS_SHARP,
+    "scale off": "check that scores are multiplied by 1/√d exactly once; if norms have grown, use QK-norm",
+    "dead": "check its value projection for zeros left by pruning, conversion or weight decay",
+    "diffuse": "check that scores are not scaled twice; train on, or try a temperature below 1",
+}
 NOT_FINITE = "its output is NaN or infinite; stop, go back to the last checkpoint, lower the learning rate"
 
 Place = tuple[str, int]  # layer label, head
@@ -62,6 +73,11 @@ class Alarm:
     severity: str  # "critical", "warning" or "note"
     heads: tuple[Place, ...]  # (layer, head)
     text: str
+
+    @property
+    def action(self) -> str:
+        """What to do about it; an empty string where `text` says so."""
+        return ACTIONS.get(self.kind, "")
 
     def to_json(self) -> dict:
         """Returns the alarm as a line of the log holds it."""

@@ -140,7 +140,8 @@ def run_fused(call: Call) -> Result:
         with torch.no_grad():
             return out, *dense_attention(call)[1:]
     order = problem.stats
-    if any(x is not None and x.requires_grad for x in call.inputs):
+    learns = any(x is not None and (type(x) not in PLAIN or x.requires_grad) for x in call.inputs)
+    if learns or not is_plain_eager():  # a mapped or traced tensor does not say whether it will have a gradient
         order = statistics.with_gradient_inputs(order, problem.choice)
     if problem.dropout_p or order != problem.stats:
         call = replace(call, problem=replace(problem, stats=order, seed=draw_seed(problem)))

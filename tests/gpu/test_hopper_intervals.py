@@ -247,7 +247,11 @@ def test_forward_of_a_key_bias(draw, hidden, options):
 
 
 @pytest.mark.parametrize("hidden", [0.0, 0.3], ids=["shown", "some-hidden"])
-@pytest.mark.parametrize("options", [dict(causal=True), dict()], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    "options",
+    [dict(causal=True), dict(), dict(lengths=True), dict(causal=True, left=300)],
+    ids=["causal", "full", "lengths", "window"],
+)
 def test_backward_of_a_key_bias(options, hidden, monkeypatch):
     monkeypatch.setattr(stored_ds, "torch", attention.torch)
     p = add_key_bias(make_problem(None, 3, dict(stats=(), **options, **MANY)), hidden)

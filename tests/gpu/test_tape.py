@@ -33,6 +33,34 @@ def run(tensors, options):
     return [out.detach(), *(stats[name].detach() for name in stats), *torch.autograd.grad(out, tensors, do)]
 
 
+@pytest.mark.parametrize(("n", "queries"), [(192, 192), (1024, 1024), (2048, 1), (0, 3)])
+@pytest.mark.parametrize("options", [*OPTIONS, dict(normalizer="sparsemax")], ids=str)
+def test_a_replay_without_gradients_is_the_call(options, n, queries, monkeypatch):
+    """Its row state and scratch are one allocation; on another stream, and in a CUDA graph, too."""
+    tape._tapes.clear()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def compute(seed):
+        _, k, v = draw(seed, n=n)
+        found = regard.attention(draw(seed + 100, n=queries)[0].detach(), k.detach(), v.detach(), **options)
+        return [found[0], *found[1].values()] if isinstance(found, tuple) else [found]
+
+    for seed in range(3):
+        compute(seed)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        replayed = compute(7)
+    side.synchronize()
+    q, k, v = draw(107, n=queries)[0].detach(), *(x.detach() for x in draw(7, n=n)[1:])
+    with torch.cuda.graph(graph):
+        captured = regard.attention(q, k, v, **options)
+    graph.replay()
+    captured = [captured[0], *captured[1].values()] if isinstance(captured, tuple) else [captured]
+    monkeypatch.setattr(launch, "_has_tape", lambda problem: False)
+    for one, other, kept in zip(replayed, compute(7), captured, strict=True):
+        assert torch.equal(one, other) and torch.equal(kept, other)
+
+
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_replay_is_the_call(options, strided, monkeypatch):

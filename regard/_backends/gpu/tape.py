@@ -3,7 +3,7 @@
 Choosing a kernel, its blocks and its descriptors costs the host more than a small kernel runs. All of that follows from
 shapes, strides, dtypes, alignments and options, so that a second call of the same kind can repeat what the first one
 did, on its own tensors: a replay is a Python function of torch ops and launches, written when the call is recorded.
-Launches are given addresses, as Triton asks the driver about every tensor, and memory that kernels alone see is
+Launches are given addresses, because Triton asks the driver about every tensor, and memory that kernels alone see is
 allocated in one piece.
 
     first call    run(inputs) under a `Recorder`: a dispatch mode sees torch's ops, `launcher.launch` reports kernels
@@ -59,6 +59,7 @@ class Step(NamedTuple):
     options: dict
     results: tuple[int, ...]
     returns_one: bool  # a tensor, and not a tuple of them
+    is_launch: bool = False
 
 
 class Tape:
@@ -76,24 +77,26 @@ def _write_source(steps: list[Step], inputs: int, result: tuple) -> tuple[str, d
     s3 is the tensor of slot 3, p3 its address, `memory` what several slots share and `base` the address of that.
     """
     names: dict[str, Any] = {}
-    shared, size, kind = _share_memory(steps, result)
-    addressed = {at for step in steps if not step.results for at in _slots_of(step.arguments)[0]} - set(shared)
+    shared, size, how = _share_memory(steps, result)
+    addressed = {at for step in steps if step.is_launch for at in _slots_of(step.arguments)[0]} - set(shared)
 
     def name(x: Any) -> str:
         names[f"c{len(names)}"] = x
         return f"c{len(names) - 1}"
 
     def write(x: Any, to_kernel: bool = False) -> str:
+        if type(x) is Slot and x.index in shared:
+            return f"base + {shared[x.index]}"
         if type(x) is Slot:
-            at = x.index
-            return f"base + {shared[at]}" if at in shared else f"p{at}" if to_kernel else f"s{at}"
+            return f"p{x.index}" if to_kernel else f"s{x.index}"
         if type(x) is Encoded:
             return f"*{name(x.encode)}(s{x.slot.index})"
         if type(x) is Nested:
-            is_descriptor = type(x.kind) is _Descriptor
-            parts = "".join(write(part, to_kernel and not is_descriptor) + ", " for part in x.parts)
-            is_tuple = x.kind is tuple or (to_kernel and not is_descriptor)  # to a kernel a named tuple is one as well
-            return f"({parts})" if is_tuple else f"[{parts}]" if x.kind is list else f"{name(x.kind)}(({parts}))"
+            to_kernel = to_kernel and type(x.kind) is not _Descriptor
+            parts = "".join(write(part, to_kernel) + ", " for part in x.parts)
+            if x.kind is tuple or to_kernel:  # to a kernel a named tuple is a tuple
+                return f"({parts})"
+            return f"[{parts}]" if x.kind is list else f"{name(x.kind)}(({parts}))"
         return repr(x) if x is None or type(x) in (bool, int) else name(x)
 
     def write_addresses(slots: Sequence[int]) -> list[str]:
@@ -102,11 +105,11 @@ def _write_source(steps: list[Step], inputs: int, result: tuple) -> tuple[str, d
     lines = ["def replay(inputs):", "    " + "".join(f"s{place}, " for place in range(inputs)) + "= inputs"]
     lines += write_addresses(range(inputs))
     if shared:
-        lines += [f"    memory = {name(torch.empty)}({size}, **{name(kind)})", "    base = memory.data_ptr()"]
-    for call, arguments, options, results, returns_one in steps:
+        lines += [f"    memory = {name(torch.empty)}({size}, **{name(how)})", "    base = memory.data_ptr()"]
+    for call, arguments, options, results, returns_one, is_launch in steps:
         if results and results[0] in shared:
             continue
-        given = [*(write(x, not results) for x in arguments), *([f"**{name(options)}"] if options else [])]
+        given = [*(write(x, is_launch) for x in arguments), *([f"**{name(options)}"] if options else [])]
         targets = "".join(f"s{place}, " for place in results)
         equals = "" if not results else f"s{results[0]} = " if returns_one else f"{targets}= "
         lines += [f"    {equals}{name(call)}({', '.join(given)})", *write_addresses(results)]
@@ -116,12 +119,14 @@ def _write_source(steps: list[Step], inputs: int, result: tuple) -> tuple[str, d
 
 def _share_memory(steps: list[Step], result: tuple) -> tuple[dict[int, int], int, dict[str, Any]]:
     """({slot: offset}, bytes, options of torch.empty) of the memory shared by allocations that only kernels see."""
-    seen = {at for step in steps if step.results for at in _slots_of(step.arguments)[0]}
+    seen = {at for step in steps if not step.is_launch for at in _slots_of(step.arguments)[0]}
     seen |= {at for step in steps for at in _slots_of(step.arguments)[1]} | set(_slots_of(result)[0])
     shared: dict[int, int] = {}
     size, device = 0, None
     for step in steps:
-        if step.call is not torch.empty or len(step.arguments) != 1 or step.results[0] in seen:
+        if step.call is not torch.empty or len(step.arguments) != 1 or not {"dtype", "device"} <= step.options.keys():
+            continue
+        if step.results[0] in seen:
             continue
         own = math.prod(step.arguments[0]) * step.options["dtype"].itemsize
         if 0 < own <= MAX_BYTES and device in (None, step.options["device"]):
@@ -182,7 +187,7 @@ class Recorder(TorchDispatchMode):
         for place, encode in encoders.items():
             if type(described[place]) is Nested:  # else its tensor is none of the call's, and the tape has failed
                 described[place] = Encoded(encode, described[place].parts[0])
-        self.steps.append(Step(start, (*described, *constants), {}, (), True))
+        self.steps.append(Step(start, (*described, *constants), {}, (), True, is_launch=True))
 
     def record_call(self, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Write down a call that looks at the address of its tensor, in the place of the ops within."""

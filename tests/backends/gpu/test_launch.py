@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 pytest.importorskip("triton")
 from attention_data import make
 
+import regard
 from regard import normalizers
 from regard._backends.gpu import launcher
 from regard._backends.gpu.attention import config, limits
@@ -148,3 +149,22 @@ def test_a_rocm_chip_of_the_same_number_is_no_hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # gfx90a
     device = torch.device("cuda", 77)
     assert not (facts.is_hopper(device) or facts.has_bulk_copies(device) or facts.supports_gluon(device))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+@pytest.mark.parametrize("how", ["mapped", "exported"])
+def test_statistics_have_gradients_where_tensors_do_not_say_so(how):
+    """Inside vmap, and while a call without gradients is traced, `requires_grad` is False."""
+    q, k, v = (torch.randn(2, 2, 6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+
+    def entropy(q, k, v):
+        return regard.attention(q, k, v, backend="triton", return_stats=("entropy",))[1]["entropy"]
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return entropy(q, k, v)
+
+    run = torch.vmap(entropy) if how == "mapped" else torch.export.export(Model(), (q, k, v)).module()
+    q.requires_grad_()
+    (found,), (known,) = (torch.autograd.grad(each(q, k, v).sum(), q) for each in (run, entropy))
+    torch.testing.assert_close(found, known)

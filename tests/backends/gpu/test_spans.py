@@ -146,7 +146,7 @@ def test_query_ranges_hold_every_query_that_sees_a_block_of_keys(call):
             seen = visible[b, :, :, block * BN : (block + 1) * BN]
             tiles = (seen.any(-1).any(0).nonzero()[:, 0] // 64).tolist() or [0, -1]
             assert (begin, begin + count) == (tiles[0] if count else 0, tiles[-1] + 1), (b, block)
-            whole = [seen.shape[-1] == BN and bool(x.all()) for x in seen.split(64, 1)]
+            whole = [seen.shape[-1] == BN and x.shape[1] == 64 and bool(x.all()) for x in seen.split(64, 1)]
             run = range(begin + inner, begin + outer)
             assert 0 <= inner <= outer <= count and all(whole[tile] for tile in run), (b, block)
             assert bool(run) == any(whole) and (run.stop == len(whole) or not run or not whole[run.stop]), (b, block)

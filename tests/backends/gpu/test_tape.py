@@ -59,9 +59,9 @@ def test_memory_that_only_kernels_see_is_one_piece():
         tape.Step(torch.empty, ([3],), kind, (3,), True),  # returned
         tape.Step(torch.empty, ([3],), kind, (4,), True),  # given to one of torch's ops
         tape.Step(torch.ops.aten.fill_.Scalar, (tape.Slot(4), 7.0), {}, (4,), True),
-        tape.Step(write, (tape.Slot(2), tape.Nested(tuple, (tape.Slot(0), 5))), {}, (), True),
-        tape.Step(write, (tape.Slot(1), tape.Nested(tuple, (tape.Slot(4),))), {}, (), True),
-        tape.Step(write, (tape.Slot(3), tape.Nested(tape.Slot._make, (tape.Slot(2),))), {}, (), True),
+        tape.Step(write, (tape.Slot(2), tape.Nested(tuple, (tape.Slot(0), 5))), {}, (), True, True),
+        tape.Step(write, (tape.Slot(1), tape.Nested(tuple, (tape.Slot(4),))), {}, (), True, True),
+        tape.Step(write, (tape.Slot(3), tape.Nested(tape.Slot._make, (tape.Slot(2),))), {}, (), True, True),
     ]
     kept = tape.Tape(steps, 1, (tape.Slot(3), None))
     x = torch.randn(3)
@@ -76,7 +76,17 @@ def test_memory_that_only_kernels_see_is_one_piece():
 def test_one_piece_of_scratch_stays_a_tensor():
     kind = dict(dtype=torch.float32, device=torch.device("cpu"))
     given = []
-    steps = [tape.Step(torch.empty, ([3],), kind, (1,), True), tape.Step(given.append, (tape.Slot(1),), {}, (), True)]
+    steps = [
+        tape.Step(torch.empty, ([3],), kind, (1,), True),
+        tape.Step(given.append, (tape.Slot(1),), {}, (), True, True),
+    ]
     kept = tape.Tape(steps, 1, (tape.Slot(0),))
     (found,) = kept.replay((torch.ones(2),))
     assert torch.equal(found, torch.ones(2)) and type(given[0]) is int and "memory" not in kept.source
+
+
+def test_an_op_without_results_is_no_launch():
+    """`for row in x` of no rows is aten.unbind, which returns an empty list."""
+    x = torch.empty(0, 3)
+    _, kept = tape._record((x,), lambda: (x, *x))
+    assert kept is not None and len(kept.replay((torch.empty(0, 3),))) == 1

@@ -38,6 +38,7 @@ def run(
     if failed is None and supports_hopper(p, do, rows, dk, dv) is None:
         _run_hopper(p, do, rows, scratch, band, dk, dv, opt, key, flags, d_key_bias, spans)
         return
+    assert band is None, "only the Gluon kernel stores a band of ds"
     config, how = config_of(p, "backward_dkv", **flags)
     opt = add_query_ranges(p, config, add_tile_map(p, config, add_key_index(p, opt), True, packed))
     queries = (describe_blocks(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))

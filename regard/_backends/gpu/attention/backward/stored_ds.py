@@ -30,6 +30,7 @@ from regard._core.problem import Problem
 
 SCRATCH_BYTES = 2**30  # bytes of scratch
 QUERIES, KEYS = 128, 64  # blocks of scratch: multiples of the kernels' own
+BAND = dkv.PARTS * KEYS  # keys of a program of the Gluon kernel, which have a band in common
 WIDTHS = range(65, 129)  # of heads; narrower ones read and write as much ds for half of the products
 SHORT = 1024  # queries or keys, below which ds is found twice
 FEW_HEADS = 16  # at a time, below which a part of the keys per query leaves the GPU idle between its launches
@@ -86,20 +87,20 @@ def padded_size(p: Problem) -> tuple[int, int]:
     """Return (queries, keys) of ds in scratch: whole blocks, of a window those of the band."""
     queries, band = p.q.shape[-2], find_band(p)
     if band is not None:
-        queries = band + p.reach[0] + QUERIES + KEYS
+        queries = band + p.reach[0] + BAND + KEYS
     return triton.cdiv(queries, QUERIES) * QUERIES, triton.cdiv(p.k.shape[-2], KEYS) * KEYS
 
 
 def find_band(p: Problem) -> int | None:
-    """Return the column of query j in a band of ds, in the rows of the `QUERIES` keys from j on; None: no band.
+    """Return the column of query j in the rows of keys j … j + BAND − 1, j a multiple of `BAND`; None: no band.
 
-    They are seen from query j − right to j + QUERIES − 1 + left. Scratch has a column for each, not for every query.
+    Query i has column i − j + band there. The queries that see one of these keys are j − right … j + BAND − 1 + left.
     """
     left, right = p.reach
     if left is None or right is None or min(left, right) < 0 or p.interval is not None or p.relative is not None:
         return None
     band = triton.cdiv(right, QUERIES) * QUERIES
-    return band if band + left + QUERIES + KEYS < p.q.shape[-2] else None
+    return band if band + left + BAND + KEYS < p.q.shape[-2] else None
 
 
 def split_heads(p: Problem) -> Iterator[tuple[slice, slice, slice]]:
@@ -162,7 +163,8 @@ def product_tile(
     g = h // opt.group
     column = i
     if band is not None:
-        column = i - start // C.BM * C.BM + band  # C.BM is `QUERIES`
+        tl.static_assert(C.BM == 128)  # `BAND`
+        column = i - start // C.BM * C.BM + band
     ds = tl.reshape(ds_blocks.load([b * opt.heads + h, start, column]), [C.BN, C.BM])
     if EDGE:
         if rows is None:

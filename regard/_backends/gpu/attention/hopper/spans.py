@@ -20,7 +20,9 @@ from regard._backends.gpu.launcher import launch
 from regard._core.problem import Problem
 
 GROUP = 64  # queries
-FIELDS = tl.constexpr(8)  # numbers of a group: least and largest first, last, position; rows without a key; one spare
+FIELDS = tl.constexpr(
+    8
+)  # numbers of a group: least and largest first, last, position; rows that see nothing; one spare
 FAR = tl.constexpr(2**30)  # beyond every key
 
 
@@ -91,14 +93,15 @@ def store_spans(interval, spans, opt, SIZE: tl.constexpr):
     tl.store(to + 3, tl.max(last, 0))
     tl.store(to + 4, tl.min(tl.where(alive, near, FAR), 0))
     tl.store(to + 5, tl.max(tl.where(alive, near, 0), 0))
-    tl.store(to + 6, tl.sum(tl.where(inside & (alive == 0), 1, 0), 0))
+    tl.store(to + 6, tl.sum(tl.where(alive, 0, 1), 0))  # those beyond the last query among them
     tl.store(to + 7, 0)
 
 
 def find_query_ranges(p: Problem, spans: Spans, keys: int) -> torch.Tensor:
-    """Per block of `keys` keys: the first query tile that sees one of them, how many do, and a run that sees them all.
+    """The query tiles of each block of `keys` keys: [B, G, blocks, 4] int32.
 
-    [B, G, blocks, 4] int32; the run is [third, fourth), counted from the first tile, and may be empty.
+    The first tile that sees one of them; the number of tiles up to the last that does; and, counted from the first, the
+    begin and end of a run of tiles whose every query sees them all, which may be empty.
     """
     batch, heads, n = p.k.shape[:3]
     blocks = triton.cdiv(n, keys)

@@ -6,7 +6,8 @@
                 dv += p·do, ds of p and dp
                 ds → shared memory → scratch                                 from which `backward_product` makes dq
 
-Queries beyond the last are loaded as zeros, and so is their row state: p = 1, but do = 0, dp = 0 and δ = 0.
+Queries beyond the last are loaded as zeros, and so is their row state: p = 1, or exp(bias), which has to be finite; but
+do = 0, dp = 0 and δ = 0.
 
 With intervals of keys (`spans`) a block of keys visits the query tiles from the first to the last that see one of them,
 and masks all but one run of tiles that see every key of the block.
@@ -100,7 +101,7 @@ def process_tile(
     dv = warpgroup_mma(u, do, dv, is_async=True)
     # without gradients of statistics: their sums do not fit the registers
     ds = slope_tile(y, visible, dp, p, up, down, power, r, F, False)
-    if (EDGE and C.INTERVAL) or bias is not None:  # hidden keys may hold NaN
+    if (C.INTERVAL and (EDGE or C.RELATIVE)) or bias is not None:  # hidden keys may hold NaN
         ds = gl.where(up == 0.0, 0.0, ds)
     if blocks.d_bias is not None:
         d_bias += gl.sum(ds, 1)
@@ -152,10 +153,10 @@ def consume(blocks, ring, opt, group: gl.constexpr, C: gl.constexpr):
                 mbarrier.wait(ring.full.index(t % C.STAGES), (t // C.STAGES) & 1)
                 mbarrier.arrive(ring.free.index(t % C.STAGES), count=1)
         if j0 + KEYS > opt.keys:
-            inner = end  # of intervals no tile is whole then
+            inner = end
         i0 = (work.begin - begin) * ROWS
         outer = end
-        if C.INTERVAL:
+        if C.INTERVAL:  # no tile is whole if the keys end within the block
             inner, outer = begin + work.inner, begin + work.outer
         # three loops: Triton 3.6 miscompiles these products inside a branch
         for t in range(first, inner):

@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
     band: Any  # None, or the column of the query whose number is that of a block's first key: see `stored_ds.find_band`
     dk: Any
     dv: Any
-    spans: Any  # `spans.Spans` and, per block of keys, its first and last query tile; no descriptors
+    spans: Any  # `spans.Spans`, and what `spans.find_query_ranges` gives; no descriptors
     ranges: Any
     d_bias: Any  # [B, H, N], the gradient of a bias per key; no descriptor
     relative: Any  # `biases.RelativeBias`

@@ -54,6 +54,12 @@ def test_intervals_of_a_threshold_map():
     check(with_interval(make(4, "entmax15", **SHAPE, stats=("entropy", "visible_keys")), "documents"))
 
 
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
+def test_intervals_of_threshold_maps_in_narrow_heads(name):
+    """Triton 3.6 did not compile this call with 4 warps."""
+    check(with_interval(make(4, name, **SHAPE | dict(d=64, e=64), stats=()), "documents"))
+
+
 @pytest.mark.parametrize("hides", [False, True])
 def test_a_key_bias(hides):
     wide = SHAPE | dict(m=1024, n=1024)

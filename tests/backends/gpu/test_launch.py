@@ -144,6 +144,23 @@ def test_blocks_fit_into_shared_memory(monkeypatch, memory, capability, width):
             assert 2 * width * (2 * stages * n + m) <= memory, (name, m, n, stages)
 
 
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
+@pytest.mark.parametrize(
+    ("options", "warps"), [({}, 8), (dict(causal=True), 8), (dict(right=3), 8), (dict(left=64), 4)], ids=str
+)
+def test_threshold_maps_of_intervals_take_the_warps_that_compile(monkeypatch, name, options, warps):
+    """Triton 3.6 does not compile tiles of 128 queries by 4 warps beside an interval without a window on its left."""
+    monkeypatch.setattr(config, "has_large_shared_memory", lambda device: True)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 1024, 64, device="cuda", dtype=torch.bfloat16)
+        plain = Problem(q, q, q, normalizers.get(name), 1.0, **options)
+        interval = torch.empty(3, 1, 2, 1024, device="cuda", dtype=torch.int32)
+        ragged = dataclasses.replace(plain, interval=interval)
+        found = [config._choose_blocks(problem, "forward_threshold") for problem in (plain, ragged)]
+    tile = 128, 64, False
+    assert found == [(*tile, dict(num_warps=number, num_stages=3)) for number in (4, warps)]
+
+
 def test_a_rocm_chip_of_the_same_number_is_no_hopper(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # gfx90a

@@ -196,6 +196,9 @@ def _choose_blocks(p: Problem, kernel: str, learns: bool = False, others: tuple 
         if kernel == "backward_dkv" and size == 1 and not p.q.shape[-1] == p.v.shape[-1] == 128:
             if any(cut is not None for cut in cuts):
                 warps = 8  # with 4, Triton 3.6 gives wrong dk and dv of 80 or 96 columns, causal with key lengths
+        if kernel == "forward_threshold" and size == 0 and p.interval is not None:
+            if p.left is p.bias is p.mask is None:
+                warps = 8  # with 4, Triton 3.6 does not compile it: "operand #0 does not dominate this use"
         if bulk and not limits.can_bulk_copy(p.q, p.k, p.v, *others):
             m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")

@@ -3,13 +3,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 VENV := test -x $(BIN)/python || $(PYTHON) -m venv --without-pip .venv
 INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) -m pip --python $(BIN)/python install --quiet
+TRITON ?= 3.6.0
 DEMO := .venv/.demo
 READY := .venv/.ready
 ENCODER := .venv/.encoder
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesses 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all fuzz soak test-gpu bench lint format figures docs matrix dist clean
+.PHONY: help setup demo test test-all fuzz soak test-gpu compile bench lint format figures docs matrix dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +47,10 @@ soak: $(READY)  ## a million calls of mixed shapes: memory, files, threads and k
 
 test-gpu:  ## the kernels on the GPU of this machine, with its own python3
 	python3 tools/run_gpu_tests.py
+
+compile: $(READY)  ## the attention kernels for an H200, without a GPU, by Triton 3.6; TRITON=… for another, ARGS=… for tools/compile_kernels.py
+	test -d .venv/triton-$(TRITON) || $(PYTHON) -m pip install --quiet --no-deps --target .venv/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=.venv/triton-$(TRITON) $(BIN)/python tools/compile_kernels.py $(ARGS)
 
 bench: $(READY)  ## rows and attention against torch, into benchmarks/results/cpu.md
 	$(BIN)/regard bench --device cpu --markdown benchmarks/results/cpu.md

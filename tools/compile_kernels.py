@@ -6,7 +6,7 @@ Triton's interpreter, which runs the tests where there is no GPU, compiles nothi
 ptxas, or a block that needs more shared memory than there is, shows here or on a GPU. Each call of `kernel_calls.py`
 goes through `regard.attention` with tensors that have shapes but no values, so that its kernels are those of a user's
 call. Triton keeps what it has compiled: the table takes an hour on one core, and 2 minutes again. It is compiled by the
-Triton that is installed; `make compile` takes that of torch 2.11. Ends with 1 if a kernel failed.
+Triton that is installed; `make compile` takes that of torch 2.11. Exits with 1 if a kernel failed.
 """
 
 from __future__ import annotations
@@ -142,14 +142,14 @@ def read_errors() -> Iterator[Callable[[], str]]:
             os.close(own)
 
 
-def run_kernels(way: str, p: Problem, inputs: tuple[Tensor | None, ...], backend: str) -> tuple[Tensor, Tensor]:
-    """Launch the kernels of a call forward and `way`, in the place of `regard._core.execute.run_kernels`."""
+def run_kernels(direction: str, p: Problem, inputs: tuple[Tensor | None, ...], backend: str) -> tuple[Tensor, Tensor]:
+    """Launch the kernels of a call forward and in `direction`, in the place of `regard._core.execute.run_kernels`."""
     result = launch.forward(p)
-    if way == "backward":
+    if direction == "backward":
         wants = [name for name, place in LEARNED.items() if inputs[place] is not None]
         d_stats = result.stats if p.stats and p.choice.softmax_family else None
         compute_gradients(launch, p, result, result.o, d_stats, inputs, wants)
-    elif way == "tangent":
+    elif direction == "tangent":
         launch.tangent(p, result, Along(p.q, p.k, p.v))
     return result.o, result.stats
 
@@ -158,7 +158,7 @@ def compile_call(call: Call) -> tuple[set[str], list[str]]:
     """Return the hashes of a call's kernels, and the errors of those that do not compile."""
     compiled.clear()
     errors.clear()
-    execute.run_kernels = partial(run_kernels, call.way)
+    execute.run_kernels = partial(run_kernels, call.direction)
     b, h, m, n = SIZES[call.size]
     groups = h // 4 if call.option == "grouped" else h
     with PretendGpu():
@@ -176,10 +176,10 @@ def compile_call(call: Call) -> tuple[set[str], list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-k", default="", metavar="WORDS", help="calls whose line of --list has all these words")
+    parser.add_argument("-k", default="", metavar="WORDS", help="only calls whose --list line contains all WORDS")
     parser.add_argument("--quick", action="store_true", help="entmax15 and softmax only, forward, in bfloat16")
     parser.add_argument("--list", action="store_true", help="print the calls and compile none")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="that compile at once")
     given = parser.parse_args()
     calls = [call for call in make_calls() if all(word in str(call) for word in given.k.split())]
     calls = [call for call in calls if is_quick(call)] if given.quick else calls
@@ -195,7 +195,7 @@ def main() -> int:
             try:
                 found, wrong = result.result()
             except BrokenProcessPool:
-                print(f"FAILED {call}: its process crashed, or that of a call after it; the rest is not compiled")
+                print(f"FAILED {call}: a worker crashed on this or a later call; the rest is not compiled")
                 return 1
             kernels |= found
             failed += bool(wrong)

@@ -103,7 +103,7 @@ SIZES = {  # (batch entries, heads, queries, keys)
 }
 MAIN = ("entmax15", "sparsemax", "entmax(alpha=1.7)", "softmax", "sigmoid")
 OTHERS = ("softmax1", "relu", "softpick")
-FEW = ("causal", "lengths", "documents", "mask", "bias", "relative", "forgetting", "softcap")
+FEW = ("causal", "window", "lengths", "documents", "mask", "bias", "relative", "forgetting", "softcap")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -116,14 +116,14 @@ class Call(NamedTuple):
     width: int = 64
     size: str = "n1024"
     stats: bool = False
-    way: str = "forward"
+    direction: str = "forward"
 
     def __str__(self) -> str:
-        dtype, stats = str(self.dtype).removeprefix("torch."), "statistics" if self.stats else "bare"
-        return f"{self.normalizer} {self.option} {dtype} d{self.width} {self.size} {stats} {self.way}"
+        dtype, stats = str(self.dtype).removeprefix("torch."), "statistics" if self.stats else "no-statistics"
+        return f"{self.normalizer} {self.option} {dtype} d{self.width} {self.size} {stats} {self.direction}"
 
     @property
-    def exists(self) -> bool:
+    def is_valid(self) -> bool:
         """True if regard takes such a call."""
         if "dropout" in self.option and self.stats:
             return False
@@ -131,11 +131,11 @@ class Call(NamedTuple):
             return False
         if "alpha" in self.option and "entmax(" not in self.normalizer:
             return False
-        return not (self.way == "tangent" and (self.stats or "score" in self.option or "alpha" in self.option))
+        return not (self.direction == "tangent" and (self.stats or "score" in self.option or "alpha" in self.option))
 
 
 def make_calls() -> list[Call]:
-    """Return the table; `bare` calls, where most failures were, come first."""
+    """Return the table; calls without statistics, where most failures were, come first."""
     bare, measured, trained = (False, "forward"), (True, "forward"), (False, "backward")
     n, every, masked = ("n1024",), tuple(OPTIONS), ("causal", "documents", "mask", "forgetting")
     parts: list[tuple] = [
@@ -153,7 +153,7 @@ def make_calls() -> list[Call]:
         (MAIN, masked, (BF16,), (64,), n, ((False, "tangent"),)),
     ]
     calls = (Call(*call, *kind) for part in parts for *call, kind in itertools.product(*part))
-    return list(dict.fromkeys(call for call in calls if call.exists))
+    return list(dict.fromkeys(call for call in calls if call.is_valid))
 
 
 def is_quick(call: Call) -> bool:

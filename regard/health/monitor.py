@@ -208,7 +208,7 @@ class Monitor:
         self._given_step = step
         self._missed += 1  # reset by the next forward
         if self._missed > MISSED:
-            self._warn(
+            self._warn_once(
                 "missed",
                 f"Monitor saw {MISSED} steps without a forward of the model in training mode, so nothing is watched. "
                 "Pass it the module that a step calls (with Lightning, the one that training_step calls).",
@@ -244,7 +244,7 @@ class Monitor:
             self._skip()
             return
         if runs_compiled():
-            self._warn(
+            self._warn_once(
                 "compiled", "The model runs compiled, so nothing is watched. Pass Monitor what torch.compile returned."
             )
             return
@@ -257,7 +257,7 @@ class Monitor:
         self.left_out += 1
         due = self._samples + self.left_out
         if self.left_out >= SKIPPED and self.left_out > SKIPPED_SHARE * due:
-            self._warn(
+            self._warn_once(
                 "budget",
                 f"Monitor skipped {self.left_out} of {due} samples to stay within budget={self.budget:g}: measuring "
                 f"took {self._spent:.1f} s so far. What happens in skipped steps is not seen, and warnings of slow "
@@ -322,7 +322,7 @@ class Monitor:
                     self._mark_unmeasured(layer, SEES_NOTHING)
         recorder.mark_flags(layers, tables)
         if not layers and not self._samples:
-            self._warn("unmeasured", "No attention call was seen in the model's forward, so nothing is watched.")
+            self._warn_once("unmeasured", "No attention call was seen in the model's forward, so nothing is watched.")
         return {
             self._ranks.key(self._orders.get(layer.name, 0), layer.label, layer.heads): tables[layer.index]
             for layer in layers
@@ -331,12 +331,12 @@ class Monitor:
 
     def _mark_unmeasured(self, layer: Layer, reason: str) -> None:
         self._unmeasured[layer.label] = reason
-        self._warn(f"unmeasured {layer.label}", f"{layer.label}: not watched: {reason}")
+        self._warn_once(f"unmeasured {layer.label}", f"{layer.label}: not watched: {reason}")
 
     def _finish(self, step: int, tables: dict[LayerKey, Tensor]) -> None:
         """Reduces a sample over the ranks, raises alarms, and writes on the first rank."""
         if missing := self._ranks.find_missing():
-            self._warn(
+            self._warn_once(
                 "ranks",
                 f"Monitor was not made on ranks {', '.join(map(str, missing[:8]))}, so it watches this rank alone. "
                 "Make it on every rank; only the first one writes.",
@@ -376,10 +376,9 @@ class Monitor:
             for alarm in alarms:
                 self._writer.write_alarm(alarm.to_json())
         except Exception as error:  # a failing log must not stop training
-            why = f"{type(error).__name__}: {error}"
-            self._warn("log", f"The monitor's log failed at step {step}, and rows are lost: {why}")
+            self._warn_once("log", f"The monitor's log failed at step {step}, and rows are lost: {error!r}")
 
-    def _warn(self, kind: str, text: str) -> None:
+    def _warn_once(self, kind: str, text: str) -> None:
         """Warn once of each kind."""
         if kind not in self._warned:
             self._warned.add(kind)
@@ -387,7 +386,7 @@ class Monitor:
 
 
 def _warn(text: str) -> None:
-    """Warns at the line of the training loop, or of the code it uses, that ran the model."""
+    """Warns at the line that ran the model."""
     warnings.warn(text, AttentionWarning, stacklevel=find_caller()[1] + 1)
 
 

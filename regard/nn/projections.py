@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from regard._core.dtensor import is_dtensor
 
-SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("q_lin", "k_lin"), ("to_q", "to_k"), ("Wq", "Wk"))
+SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("q_lin", "k_lin"), ("to_q", "to_k"), ("Wq", "Wk"),
+            ("wq", "wk"))  # fmt: skip
 STACKED = ("c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj")  # q, k, v one after another
 OUTPUTS = ("out_proj", "o_proj", "output_proj", "c_proj", "o", "out_lin", "linear_out", "to_out", "Wo", "wo", "proj",
            "dense", "projection_layer", "projection", "out", "output")  # fmt: skip
@@ -93,7 +94,8 @@ def projections(
         return _from_torch(module)
     if is_latent(module):
         return _from_latent(module, heads, head_dim)
-    for pair in (names, *SEPARATE) if names else SEPARATE:
+    pairs = (names, *SEPARATE) if names else SEPARATE
+    for pair in pairs:
         query, key = (getattr(module, name, None) for name in pair)
         if all(isinstance(layer, nn.Module) and hasattr(layer, "weight") for layer in (query, key)):
             return _from_layers(query, key, heads, head_dim)
@@ -101,8 +103,8 @@ def projections(
         layer = getattr(module, name, None)
         if isinstance(layer, nn.Module) and hasattr(layer, "weight"):
             return _from_stack(layer, name, heads, head_dim)
-    known = ", ".join(f"{q}/{k}" for q, k in SEPARATE) + ", " + ", ".join(STACKED)
-    raise NotFound(f"{type(module).__name__} has no linear layers named {known}")
+    known = ", ".join((*map("/".join, pairs), *STACKED))
+    raise NotFound(f"{type(module).__name__} has no linear layers named {known}; pass names=(query, key)")
 
 
 def output_weight(module: nn.Module, parent: nn.Module | None = None) -> Tensor | None:

@@ -124,9 +124,8 @@ def _share_memory(steps: list[Step], result: tuple) -> tuple[dict[int, int], int
     shared: dict[int, int] = {}
     size, device = 0, None
     for step in steps:
-        if step.call is not torch.empty or len(step.arguments) != 1 or not {"dtype", "device"} <= step.options.keys():
-            continue
-        if step.results[0] in seen:
+        is_plain = step.call is torch.empty and len(step.arguments) == 1 and {"dtype", "device"} <= step.options.keys()
+        if not is_plain or step.results[0] in seen:
             continue
         own = math.prod(step.arguments[0]) * step.options["dtype"].itemsize
         if 0 < own <= MAX_BYTES and device in (None, step.options["device"]):

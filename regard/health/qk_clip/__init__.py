@@ -59,8 +59,8 @@ def qk_clip(
         group: the process group whose ranks hold the same weights; None is all of them, if there are any. All call it
             after the same steps; each may have run other layers, in another order, or none. A layer that no rank had
             run before may be clipped one call later.
-        names: the attributes of an attention module that hold its query and key layers, such as ("wq", "wk"), where
-            they are not named as usual.
+        names: the attributes of an attention module that hold its query and key layers, where they are not named as
+            usual: ("to_queries", "to_keys").
 
     Returns:
         A `Clipped`: `.heads`, `.max_logit` and `.skipped` with the reasons.

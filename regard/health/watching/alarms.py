@@ -3,10 +3,10 @@
 | rule | raised | severity |
 | --- | --- | --- |
 | an output is NaN or infinite | at once | critical |
-| logit beyond 100 | in two samples on end | critical |
-| most heads of the model collapsed, or without gradient | in three samples on end | critical |
-| collapsed, dying gradient, scale off, dead | in ten samples on end | warning |
-| diffuse | in ten samples on end | a note while training is young, then a warning |
+| logit beyond 100 | in two consecutive samples | critical |
+| most heads of the model collapsed, or without gradient | in three consecutive samples | critical |
+| collapsed, dying gradient, scale off, dead | in ten consecutive samples | warning |
+| diffuse | in ten consecutive samples | a note while training is young, then a warning |
 | logits rising, entropy falling towards the limit | by a trend over ten samples | warning |
 
 Each is raised once per head; heads that get the same alarm in one sample share it, and its text quotes the worst. After
@@ -33,8 +33,8 @@ SAMPLES = 10  # of a trend
 AHEAD = 4.0  # how far a trend is continued, in spans of the samples
 SWAPS = 4  # of the 45 pairs may be out of order; 1 of 5,591 random orders has no more
 ENTROPY_LIMIT = 0.05  # of the mean entropy ratio
-URGENT = 2  # samples on end with a logit beyond the limit
-WIDESPREAD, MOST = 3, 0.5  # samples on end, and the share of the heads, from which on a slow finding is urgent
+URGENT = 2  # consecutive samples with a logit beyond the limit
+WIDESPREAD, MOST = 3, 0.5  # consecutive samples, and the share of the heads, from which on a slow finding is urgent
 YOUNG = 1000  # steps during which diffuse heads are a note
 NUMBERS: dict[str, Callable[[float], str]] = {
     "exploding logits": lambda x: f"largest logit {format_number(x)}",
@@ -46,14 +46,15 @@ NUMBERS: dict[str, Callable[[float], str]] = {
 }
 WORSE_BELOW = ("collapsed", "dead", "falling")  # kinds whose worst head has the smallest number
 WIDE = ("collapsed", "dying gradient")
-LESS_SHARP = "lower the learning rate or warm up longer, and bound the scores with QK-norm or a soft cap"
+BOUND = "regard.qk_clip(model), regard.using(model, qk_norm=True) or regard.using(model, softcap=30)"
 ACTIONS = {  # what to do about each kind
-    "exploding logits": "lower the learning rate, and bound the scores with regard.qk_clip, QK-norm or a soft cap",
-    "rising": "lower the learning rate, or bound the scores with regard.qk_clip, QK-norm or a soft cap",
-    "collapsed": f"go back to a checkpoint from before; {LESS_SHARP}",
-    "falling": LESS_SHARP,
-    "dying gradient": LESS_SHARP,
-    "scale off": "check that scores are multiplied by 1/√d exactly once; if norms have grown, use QK-norm",
+    "exploding logits": f"lower the learning rate, and bound the scores with {BOUND}",
+    "rising": f"lower the learning rate, or bound the scores with {BOUND}",
+    "collapsed": f"restore an earlier checkpoint, lower the learning rate, and bound the scores with {BOUND}",
+    "falling": f"lower the learning rate or warm up longer, and bound the scores with {BOUND}",
+    "dying gradient": f"softmax is saturated: lower the learning rate, and bound the scores with {BOUND}",
+    "scale off": "if the weights of q and k have grown, use regard.using(model, qk_norm=True) or clip lower; "
+    "else check that scores are multiplied by 1/√d exactly once",
     "dead": "check its value projection for zeros left by pruning, conversion or weight decay",
     "diffuse": "check that scores are not scaled twice; train on, or try a temperature below 1",
 }
@@ -90,7 +91,7 @@ class AlarmRules:
 
     def __init__(self) -> None:
         self._numbers: dict[Place, deque] = {}
-        self._streaks: dict[str, dict[Place, int]] = {}  # by kind: samples on end that had it
+        self._streaks: dict[str, dict[Place, int]] = {}  # by kind: consecutive samples that had it
         self._wide_streaks: dict[str, int] = {}
         self._raised: set[tuple[str, str, Place]] = set()
         self._waiting: dict[tuple[str, str], list[Event]] = {}  # what the next alarm will tell
@@ -142,7 +143,7 @@ class AlarmRules:
                     yield kind, "warning", place, row["max_logit" if kind == "rising" else "entropy_ratio"], text
 
     def _judge(self, kind: str, step: int) -> tuple[str, int]:
-        """Returns the severity of a kind now, and how many samples on end it takes."""
+        """Returns the severity of a kind now, and how many consecutive samples it takes."""
         if kind == "exploding logits":
             return "critical", URGENT
         if self._wide_streaks.get(kind, 0) >= WIDESPREAD:

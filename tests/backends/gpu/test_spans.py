@@ -14,7 +14,7 @@ from attention_data import Poisoned, make
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard._backends.gpu.attention import config
-from regard._backends.gpu.attention.backward import stored_ds
+from regard._backends.gpu.attention.backward import dkv, stored_ds
 from regard._backends.gpu.attention.backward.stored_ds import backward_product
 from regard._backends.gpu.attention.hopper import ring, spans
 from regard._backends.gpu.launcher import launch
@@ -158,7 +158,7 @@ def test_dq_of_stored_ds(call, banded):
     p, found = call
     visible, _ = find_visible(p)
     (b, h, m, d), n, generator = p.q.shape, p.k.shape[2], torch.Generator().manual_seed(2)
-    band = stored_ds.find_band(p) if banded else None
+    band = dkv.find_band(p) if banded else None
     if banded and band is None:
         pytest.skip("no window narrower than the queries")
     width, height = stored_ds.padded_size(p) if banded else (-(-m // 128) * 128, -(-n // 64) * 64)

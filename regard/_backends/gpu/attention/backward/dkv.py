@@ -25,20 +25,23 @@ from regard._core.problem import Problem
 
 SHORT = 512  # queries or keys
 PARTS, STAGES, REGISTERS = 2, 4, 240  # of the Gluon kernel: warpgroups, stages of its ring, registers of their threads
+BAND = PARTS * hopper.ROWS  # keys of one of its programs, which have a band of ds in common
+ROOM = (
+    BAND + hopper.ROWS
+)  # columns of a band beside the window's: the keys of a program, and a query tile that ends later
 
 
 def run(
     p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv: torch.Tensor, failed, flags,
     d_key_bias: torch.Tensor | None = None, spans: Spans | None = None, packed: PackedMask | None = None,
-    band: int | None = None,
 ) -> None:  # fmt: skip
     """Fill dk, dv, `scratch` and `d_key_bias` [B, H, N]; `failed` flags the key blocks that are wanted, None: all."""
     known = (x for x in rows if x is not None)
     key, opt = launch_key(p, do, dk, dv, *known), options(p)
     if failed is None and supports_hopper(p, do, rows, dk, dv) is None:
-        _run_hopper(p, do, rows, scratch, band, dk, dv, opt, key, flags, d_key_bias, spans)
+        _run_hopper(p, do, rows, scratch, dk, dv, opt, key, flags, d_key_bias, spans)
         return
-    assert band is None, "only the Gluon kernel stores a band of ds"
+    assert scratch is None or find_band(p) is None, "only the Gluon kernel stores a band of ds"
     config, how = config_of(p, "backward_dkv", **flags)
     opt = add_query_ranges(p, config, add_tile_map(p, config, add_key_index(p, opt), True, packed))
     queries = (describe_blocks(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
@@ -90,9 +93,20 @@ def needs_spans(p: Problem) -> bool:
     return p.key_lengths is not None or p.reach[0] is not None or forward_needs_spans(p)
 
 
-def _run_hopper(
-    p: Problem, do, rows: State, scratch, band: int | None, dk, dv, opt, key, flags, d_key_bias, spans: Spans | None
-) -> None:
+def find_band(p: Problem) -> int | None:
+    """Return the column of query j in the rows of keys j … j + BAND − 1, j a multiple of `BAND`; None: no band.
+
+    Of a window scratch has columns only for the queries that see one of these keys, j − right … j + BAND − 1 + left.
+    Query i has column i − j + band in their rows.
+    """
+    left, right = p.reach
+    if left is None or right is None or min(left, right) < 0 or p.interval is not None or p.relative is not None:
+        return None
+    band = triton.cdiv(right, BAND) * BAND
+    return band if band + left + ROOM < p.q.shape[-2] else None
+
+
+def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags, d_key_bias, spans: Spans | None) -> None:
     from regard._backends.gpu.attention.hopper.backward.kernel import backward_hopper
     from regard._backends.gpu.attention.hopper.backward.ring import KEYS, BackwardConfig
 
@@ -118,7 +132,9 @@ def _run_hopper(
     if C.CAUSAL and k.shape[-2] > m:  # what no query sees may hold NaN: it is not read
         k, v = k[:, :, :m], v[:, :, :m]
     blocked = [hopper.describe_rows(x, KEYS.value) for x in (k, v, p.q, do)]
-    ds_blocks = None if scratch is None else hopper.make_descriptor(scratch, (1, KEYS.value, KEYS.value))
+    ds_blocks = band = None
+    if scratch is not None:
+        ds_blocks, band = hopper.make_descriptor(scratch, (1, KEYS.value, KEYS.value)), find_band(p)
     outputs = hopper.describe_rows(dk, KEYS.value), hopper.describe_rows(dv, KEYS.value)
     programs = triton.cdiv(p.k.shape[-2], PARTS * KEYS.value) * p.k.shape[0] * p.k.shape[1]
     ranges = None

@@ -30,7 +30,6 @@ from regard._core.problem import Problem
 
 SCRATCH_BYTES = 2**30  # bytes of scratch
 QUERIES, KEYS = 128, 64  # blocks of scratch: multiples of the kernels' own
-BAND = dkv.PARTS * KEYS  # keys of a program of the Gluon kernel, which have a band in common
 WIDTHS = range(65, 129)  # of heads; narrower ones read and write as much ds for half of the products
 SHORT = 1024  # queries or keys, below which ds is found twice
 FEW_HEADS = 16  # at a time, below which a part of the keys per query leaves the GPU idle between its launches
@@ -85,22 +84,10 @@ def heads_at_a_time(p: Problem) -> int:
 
 def padded_size(p: Problem) -> tuple[int, int]:
     """Return (queries, keys) of ds in scratch: whole blocks, of a window those of the band."""
-    queries, band = p.q.shape[-2], find_band(p)
+    queries, band = p.q.shape[-2], dkv.find_band(p)
     if band is not None:
-        queries = band + p.reach[0] + BAND + KEYS
+        queries = band + p.reach[0] + dkv.ROOM
     return triton.cdiv(queries, QUERIES) * QUERIES, triton.cdiv(p.k.shape[-2], KEYS) * KEYS
-
-
-def find_band(p: Problem) -> int | None:
-    """Return the column of query j in the rows of keys j … j + BAND − 1, j a multiple of `BAND`; None: no band.
-
-    Query i has column i − j + band there. The queries that see one of these keys are j − right … j + BAND − 1 + left.
-    """
-    left, right = p.reach
-    if left is None or right is None or min(left, right) < 0 or p.interval is not None or p.relative is not None:
-        return None
-    band = triton.cdiv(right, QUERIES) * QUERIES
-    return band if band + left + BAND + KEYS < p.q.shape[-2] else None
 
 
 def split_heads(p: Problem) -> Iterator[tuple[slice, slice, slice]]:
@@ -121,7 +108,7 @@ def split_heads(p: Problem) -> Iterator[tuple[slice, slice, slice]]:
 def backward(call: BackwardCall) -> None:
     """Fill dq, dk and dv of rows whose δ is known, some heads at a time."""
     p, do, state, grads, flags = call.problem, call.do, call.rows, call.grads, call.flags
-    (m, n), band = padded_size(p), find_band(p)
+    (m, n), band = padded_size(p), dkv.find_band(p)
     scratch, parts = None, make_parts(p, STORED) if call.wants_relative else None
     for b, h, g in split_heads(p):
         rows = State(*(x if x is None else x[b, h] for x in state))
@@ -142,7 +129,7 @@ def backward(call: BackwardCall) -> None:
         if dkv.needs_spans(p) and dkv.supports_hopper(part, do[b, h], rows, dk, dv) is None:
             spans = find_spans(part, opt)
         d_key_bias = grads.bias if grads.bias is None else grads.bias[b, h]
-        dkv.run(part, do[b, h], rows, scratch, dk, dv, None, flags, d_key_bias, spans, band=band)
+        dkv.run(part, do[b, h], rows, scratch, dk, dv, None, flags, d_key_bias, spans)
         if parts is not None:
             sum_stored(scratch, parts[b, h], opt)
         unbiased = replace(part, bias=None, relative=None)  # no score is computed
@@ -163,7 +150,7 @@ def product_tile(
     g = h // opt.group
     column = i
     if band is not None:
-        tl.static_assert(C.BM == 128)  # `BAND`
+        tl.static_assert(C.BM == 128)  # `dkv.BAND`
         column = i - start // C.BM * C.BM + band
     ds = tl.reshape(ds_blocks.load([b * opt.heads + h, start, column]), [C.BN, C.BM])
     if EDGE:

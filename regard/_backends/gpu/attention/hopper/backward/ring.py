@@ -57,7 +57,7 @@ class Blocks(NamedTuple):
     delta: Any
     inverse: Any
     slopes: Any  # ds, [B · H, N, M] by [1, 64, 64], or a band of it
-    band: Any  # None, or the column of the query whose number is that of a block's first key: see `stored_ds.find_band`
+    band: Any  # None, or the column of the query whose number is that of a block's first key: see `dkv.find_band`
     dk: Any
     dv: Any
     spans: Any  # `spans.Spans`, and what `spans.find_query_ranges` gives; no descriptors

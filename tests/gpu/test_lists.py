@@ -55,7 +55,6 @@ def test_other_widths(d, e):
 @pytest.mark.parametrize("name", ["entmax15", "sparsemax", "entmax(alpha=1.7)"])
 @pytest.mark.parametrize("kind", ["soft cap", "bias", "hiding bias", *interval_data.KINDS])
 def test_options_of_the_forward(kind, name, stats, monkeypatch):
-    monkeypatch.setattr(sparse, "UNPROVEN", ())
     monkeypatch.setattr(attention, "_has_tape", lambda problem: False)  # no tape of the sweeps
     cap = dict(softcap=2.0) if kind == "soft cap" else {}
     problem = make(11, name, d=64, e=64, causal="soft" in kind or "bias" in kind, sharp=2.0, stats=stats, **cap, **LONG)

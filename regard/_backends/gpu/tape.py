@@ -106,13 +106,15 @@ def _write_source(steps: list[Step], inputs: int, result: tuple) -> tuple[str, d
     lines += write_addresses(range(inputs))
     if shared:
         lines += [f"    memory = {name(torch.empty)}({size}, **{name(how)})", "    base = memory.data_ptr()"]
-    for call, arguments, options, results, returns_one, is_launch in steps:
+    unneeded = _find_last_uses(steps, {*range(inputs), *shared, *_slots_of(result)[0]})
+    for (call, arguments, options, results, returns_one, is_launch), done in zip(steps, unneeded, strict=True):
         if results and results[0] in shared:
             continue
         given = [*(write(x, is_launch) for x in arguments), *([f"**{name(options)}"] if options else [])]
         targets = "".join(f"s{place}, " for place in results)
         equals = "" if not results else f"s{results[0]} = " if returns_one else f"{targets}= "
         lines += [f"    {equals}{name(call)}({', '.join(given)})", *write_addresses(results)]
+        lines += [f"    del s{at}" for at in done]  # later allocations take its memory
     lines.append("    return " + write(Nested(tuple, result)))
     return "\n".join(lines), names
 
@@ -132,6 +134,17 @@ def _share_memory(steps: list[Step], result: tuple) -> tuple[dict[int, int], int
             shared[step.results[0]], device = size, step.options["device"]
             size += -(-own // ALIGNMENT) * ALIGNMENT
     return (shared, size, dict(dtype=torch.uint8, device=device)) if len(shared) > 1 else ({}, 0, {})
+
+
+def _find_last_uses(steps: list[Step], kept: set[int]) -> list[list[int]]:
+    """Per step the slots, but those kept, that no later step uses."""
+    seen, found = set(kept), []
+    for step in reversed(steps):
+        plain, described = _slots_of(step.arguments)
+        last = {*plain, *described, *step.results} - seen
+        seen |= last
+        found.append(sorted(last))
+    return found[::-1]
 
 
 def _slots_of(arguments: Any) -> tuple[list[int], list[int]]:

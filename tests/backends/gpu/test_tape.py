@@ -1,6 +1,7 @@
 """Recorded calls, on the CPU: a tape repeats torch's ops on other tensors, and is not made of what it cannot repeat."""
 
 import ctypes
+import weakref
 
 import torch
 
@@ -90,3 +91,25 @@ def test_an_op_without_results_is_no_launch():
     x = torch.empty(0, 3)
     _, kept = tape._record((x,), lambda: (x, *x))
     assert kept is not None and len(kept.replay((torch.empty(0, 3),))) == 1
+
+
+def test_memory_is_freed_after_its_last_use():
+    """The lists of entmax's two gradients are 1 GiB each and never exist together."""
+    pages = []
+
+    def make():
+        assert not pages or pages[-1]() is None
+        page = torch.zeros(4)
+        pages.append(weakref.ref(page))
+        return page
+
+    steps = [
+        tape.Step(make, (), {}, (1,), True),
+        tape.Step(torch.ops.aten.alias.default, (tape.Slot(1),), {}, (2,), True),
+        tape.Step(torch.ops.aten.add.Tensor, (tape.Slot(0), tape.Slot(2)), {}, (3,), True),
+        tape.Step(make, (), {}, (4,), True),
+        tape.Step(torch.ops.aten.add.Tensor, (tape.Slot(3), tape.Slot(4)), {}, (5,), True),
+    ]
+    x = torch.randn(4)
+    (found,) = tape.Tape(steps, 1, (tape.Slot(5),)).replay((x,))
+    assert torch.equal(found, x) and len(pages) == 2

@@ -25,7 +25,6 @@ from regard._backends.gpu.attention.tiles import Config, Options
 from regard._backends.gpu.launcher import call_by_address, launch
 from regard._core.problem import Problem
 
-UNPROVEN = ("interval",)  # computed, but 14 of its 42 tests (tests/gpu/test_lists.py) have not passed on a GPU yet
 BLOCK = 128  # rows of a program of `list_candidates`
 CAP = 128  # entries of one of a row's four lists; a power of two, so that no block's lists cross 4 GiB
 SPARE = 32  # of them, as many as one tile may add, so that room is checked once per tile
@@ -58,7 +57,7 @@ def supports(p: Problem, direction: str) -> str | None:
         return f"head widths {d} and {e} (multiples of 8 up to {WIDEST} only)"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if reason := find_option(p, "score", "row_bias", "relative", "mask", *UNPROVEN):
+    if reason := find_option(p, "score", "row_bias", "relative", "mask"):
         return reason
     if reason := _find_bias_obstacle(p):
         return reason

@@ -44,6 +44,7 @@ from regard._core.mask.parts import (
     as_integers,
     check_cu_seqlens,
     check_side,
+    reach_of,
     runs,
     shape_of,
 )
@@ -115,7 +116,11 @@ class Mask:
             raise ValueError("Mask.documents takes cu_seqlens or ids, one of them")
         if cu_seqlens is not None:
             cu = check_cu_seqlens(cu_seqlens, "cu_seqlens")
-            return cls((Cumulative(cu, None if has_no_values(cu) else int(cu[-1])),))
+            if has_no_values(cu):
+                return cls((Cumulative(cu, None, (None, None)),))
+            ends = cu.tolist()
+            longest = max((b - a for a, b in itertools.pairwise(ends)), default=0)
+            return cls((Cumulative(cu, ends[-1], reach_of(longest)),))
         assert ids is not None
         ids = as_integers(ids, "ids")
         if ids.ndim not in (1, 2):

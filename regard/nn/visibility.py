@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard._core.mask.attn_mask import GivenMask, densify, split_attn_mask
-from regard._core.mask.parts import Packed, check_cu_seqlens
+from regard._core.mask.parts import Packed, check_cu_seqlens, find_longest
 from regard._core.mask.varlen import recall
 from regard._core.mask.visible import check_key_lengths, check_mask, check_window
 from regard._core.options import AttnMask, Window
@@ -112,7 +112,8 @@ def pack_documents(
     sides = check_window(window)
 
     def make() -> Mask:
-        cu = check_cu_seqlens(cu_seqlens, "cu_seqlens", queries).to(q.device)
-        return Mask((Packed.of(cu, cu, queries, is_causal, *sides),))
+        ends = check_cu_seqlens(cu_seqlens, "cu_seqlens", queries)
+        cu = ends.to(q.device)
+        return Mask((Packed.of(cu, cu, queries, is_causal, *sides, find_longest(ends)),))
 
     return recall((cu_seqlens,), (queries, q.device, is_causal, *sides), make)

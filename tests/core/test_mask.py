@@ -5,6 +5,7 @@ import torch
 
 import regard
 from regard import Mask, normalizers
+from regard._core.mask.visible import Visible, resolve_mask
 from regard._core.plans import plans
 
 N = 13
@@ -206,3 +207,29 @@ def test_refused(what):
     call, error, message = REFUSED[what]
     with pytest.raises(error, match=message):
         call(draw()[0].detach())
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    {
+        "cu_seqlens": (lambda: Mask.documents([0, 300, 1000, 1100, 2000]), (1024, 1024)),
+        "causal": (lambda: Mask.documents([0, 300, 1000, 1100, 2000]) & Mask.causal(), (1024, 0)),
+        "ids": (lambda: Mask.documents(ids=torch.arange(2000)[None] // 130), (256, 256)),
+        "one document": (lambda: Mask.documents([0, 2000]), (None, None)),
+        "single tokens": (lambda: Mask.documents(ids=torch.arange(2000)), (0, 0)),
+        "chunks": (lambda: Mask.chunks(129), (128, 128)),
+        "a narrower window": (lambda: Mask.chunks(500) & Mask.window(100, None), (100, 512)),
+        "not known": (lambda: Mask.intervals(torch.zeros(2000).long(), torch.ones(2000).long()), (None, None)),
+    }.values(),
+)
+def test_masks_whose_reach_is_known_narrow_the_window(mask, expected):
+    """Kernels size their scratch by it; few sizes, because calls are recorded for each."""
+    x = torch.empty(1, 1, 2000, 8)
+    found, _ = resolve_mask(mask(), Visible(), x, 2000, 2000, False)
+    assert (found.left, 0 if found.causal else found.right) == expected and found.interval is not None
+    lo, hi, _ = found.interval[:, 0, 0].long()
+    i, (left, right) = torch.arange(2000), expected
+    hi = torch.minimum(hi, i + 1) if found.causal else hi
+    seen = lo < hi
+    assert left is None or "window" in repr(mask()) or bool((i - lo <= left)[seen].all())
+    assert right is None or bool((hi - 1 - i <= right)[seen].all())

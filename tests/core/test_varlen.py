@@ -1,10 +1,13 @@
 """`regard.attention_varlen`: each document by itself gives the same, with every normaliser, statistic and gradient."""
 
+import itertools
+
 import pytest
 import torch
 
 import regard
 from regard import Mask, normalizers
+from regard._core.mask import varlen
 
 CU_Q, CU_K = [0, 5, 5, 12, 16], [0, 6, 8, 14, 15]  # no queries, fewer and more queries than keys
 
@@ -106,3 +109,20 @@ def test_layers_share_the_mask_of_their_cu_seqlens_until_it_changes():
         regard.attention_varlen(q, k, v, ends, causal=True, normalizer="entmax15")
         ends[1] = 7
         torch.testing.assert_close(regard.attention_varlen(q, k, v, ends, causal=True, normalizer="entmax15"), other)
+
+
+def test_the_longest_document_is_known_where_queries_and_keys_share_it():
+    ends, other = [0, 300, 1000, 1100, 2000], [0, 300, 1000, 1100, 2001]
+    reach = {}
+    for causal in (False, True):
+        made = varlen._make_mask(ends, ends, 2000, 2000, torch.device("cpu"), causal, None, None, None)
+        reach[causal] = made.parts[0].reach
+    assert reach == {False: (899, 899), True: (899, 0)}
+    made = varlen._make_mask(ends, other, 2000, 2001, torch.device("cpu"), True, None, None, None)
+    assert made.parts[0].reach == (None, None)
+    x = torch.randn(2000, 2, 8)
+    whole = regard.attention_varlen(x, x, x, ends, causal=True)
+    for begin, end in itertools.pairwise(ends):
+        own = x[begin:end].transpose(0, 1)
+        alone = regard.attention(own, own, own, is_causal=True).transpose(0, 1)
+        torch.testing.assert_close(whole[begin:end], alone)

@@ -208,6 +208,8 @@ BACKWARD = [
     ("window", None, "stored ds", dict(left=200, right=130, **MANY)),
     ("window-of-many", None, "stored ds", dict(causal=True, left=700, **MANY | dict(m=2900, n=2900))),
     ("window-lengths", None, "stored ds", dict(left=400, right=300, lengths=True, **MANY | dict(m=2100, n=2100))),
+    ("documents-band", "documents", "stored ds", dict(left=1024, right=0, **MANY | dict(m=2900, n=2900))),
+    ("any-band", "any", "stored ds", dict(left=512, right=640, **MANY | dict(m=2100, n=2100))),
     ("padding", "padding", "stored ds", dict(**MANY)),
     ("lengths", None, "stored ds", dict(lengths=True, **MANY)),
     ("lengths-causal-softmax1", None, "stored ds", dict(lengths=True, causal=True, name="softmax1", **MANY)),

@@ -1,6 +1,8 @@
 """The parts that a `regard.Mask` is made of: each gives the interval of keys that every query sees.
 
 `bounds(queries, keys, device)` returns (lo, hi), each None (no limit) or ints that broadcast to (B, H, queries).
+`reach`, where a part has one, is a window that holds them all, in plain ints: kernels size scratch and are chosen by
+it, as the bounds themselves may be known to a GPU alone.
 
 A new part is a class here, in the union `Part`, and a method of `regard.Mask` that makes it (`regard/mask.py`). Kernels
 then read it as an interval per query (on a GPU `visibility.py`, on Hopper `hopper/spans.py`). One that is a causal
@@ -22,6 +24,9 @@ from regard._core.readable import has_no_values
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 UNLIMITED = 1 << 31  # keys to one side: more than there are
+
+
+Reach = tuple[int | None, int | None]  # query i sees keys from i − left to i + right; None is no limit
 
 
 class Bounds(NamedTuple):
@@ -66,6 +71,10 @@ class Chunks:
     """Query i sees the keys of its own chunk of `size`."""
 
     size: int
+
+    @property
+    def reach(self) -> Reach:
+        return self.size - 1, self.size - 1
 
     def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
         lo = torch.arange(queries, device=device) // self.size * self.size
@@ -112,6 +121,7 @@ class Documents:
 
     lo: Tensor
     hi: Tensor
+    reach: Reach
 
     def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
         _check_tokens(self.lo.shape[-1], queries, keys)
@@ -128,6 +138,7 @@ class Cumulative:
 
     cu_seqlens: Tensor  # [documents + 1]
     tokens: int | None  # None where values cannot be read, as in torch.compile
+    reach: Reach
 
     def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
         _check_tokens(keys if self.tokens is None else self.tokens, queries, keys)
@@ -183,19 +194,31 @@ class Packed:
     lo: Tensor
     hi: Tensor
     position: Tensor
+    reach: Reach
 
     @classmethod
-    def of(cls, cu_q: Tensor, cu_k: Tensor, queries: int, causal: bool, left: int | None, right: int | None) -> Packed:
-        """Documents whose queries and keys lie at cu_q and cu_k; causal order and window align at the bottom right."""
+    def of(
+        cls, cu_q: Tensor, cu_k: Tensor, queries: int, causal: bool, left: int | None, right: int | None,
+        longest: int | None = None,
+    ) -> Packed:  # fmt: skip
+        """Documents whose queries and keys lie at cu_q and cu_k; causal order and window align at the bottom right.
+
+        longest: no document has more tokens; None: not known.
+        """
         document, i = document_of(cu_q, queries), torch.arange(queries, device=cu_q.device)
         lo, hi = cu_k[document], cu_k[document + 1]
         position = lo + i - cu_q[document]
         right = 0 if causal and (right is None or right > 0) else right
+        reach: Reach = (None, None)
+        if cu_q is cu_k:  # query i stands beside key i
+            furthest, _ = reach_of(longest)
+            reach = least(left, furthest), least(right, furthest)
         if left is None and right is None:
-            return cls(lo, hi, position)
+            return cls(lo, hi, position, reach)
         position = position + (hi - lo) - (cu_q[document + 1] - cu_q[document])
         lo = lo if left is None else torch.maximum(lo, position - left)
-        return cls(lo, hi if right is None else torch.minimum(hi, position + right + 1), position)
+        hi = hi if right is None else torch.minimum(hi, position + right + 1)
+        return cls(lo, hi, position, reach)
 
     def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
         return Bounds(self.lo, self.hi)
@@ -267,14 +290,35 @@ def check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], name: str, tokens: int 
     return cu
 
 
+def least(a: int | None, b: int | None) -> int | None:
+    """Return the smaller of two limits; None is no limit."""
+    return b if a is None else a if b is None else min(a, b)
+
+
+def reach_of(longest: int | None) -> Reach:
+    """Return how far a query sees to both sides if no document has more than `longest` tokens."""
+    furthest = None if longest is None else max(longest - 1, 0)
+    return furthest, furthest
+
+
+def find_longest(cu_seqlens: Tensor) -> int | None:
+    """Return the length of the longest document; None if only a wait for a GPU would tell."""
+    if has_no_values(cu_seqlens) or cu_seqlens.device.type != "cpu":
+        return None
+    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+
+
 def document_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """Return the index of each token's document, [tokens]; documents of length 0 have none."""
     positions = torch.arange(tokens, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens, positions, right=True) - 1
 
 
-def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (start, end) [..., N] of the run of equal ids that each token belongs to; raise where an id comes back."""
+def runs(ids: Tensor) -> tuple[Tensor, Tensor, Reach]:
+    """Return (start, end) [..., N] of the run of equal ids that each token belongs to, and how far runs reach.
+
+    Raises where an id comes back.
+    """
     n = ids.shape[-1]
     positions = torch.arange(n, device=ids.device).expand(ids.shape)
     is_first = torch.ones_like(ids, dtype=torch.bool)
@@ -286,12 +330,14 @@ def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     if not has_no_values(ids) and n:
         ranked = ids.sort(-1).values
         kinds = 1 + (ranked[..., 1:] != ranked[..., :-1]).sum(-1)
-        if bool((is_first.sum(-1) != kinds).any()):
+        comes_back, longest = torch.stack([(is_first.sum(-1) != kinds).any().long(), (end - start).max()]).tolist()
+        if comes_back:
             raise ValueError(
                 "ids of Mask.documents must keep each document's tokens side by side: here an id comes back after "
                 "another; as a dense mask: attn_mask=ids[:, None, :, None] == ids[:, None, None, :]"
             )
-    return start, end
+        return start, end, reach_of(longest)
+    return start, end, (None, None)
 
 
 def shape_of(x: Tensor) -> str:

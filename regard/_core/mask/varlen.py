@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from regard._core.attention import attention
-from regard._core.mask.parts import Packed, check_cu_seqlens, check_side
+from regard._core.mask.parts import Packed, check_cu_seqlens, check_side, find_longest
 from regard._core.ops.backends import is_plain_eager
 from regard._core.options import Temperature, Wanted
-from regard._core.readable import readable
+from regard._core.readable import has_no_values, readable
 from regard._core.rows.validation import fits
 from regard.mask import Mask
 from regard.normalizers import Choice
@@ -85,7 +85,8 @@ def attention_varlen(
             have length 0.
         cu_seqlens_k: the same of the keys, 0, …, Tk; None: as the queries. On a GPU change both by torch's own in-place
             operations or make new ones: what they mean is kept from layer to layer.
-        max_seqlen_q, max_seqlen_k: the longest document, as flash-attention takes it; not needed, and not read.
+        max_seqlen_q, max_seqlen_k: the longest document, as flash-attention takes it; not needed. Where `cu_seqlens_k`
+            is `cu_seqlens_q` on a GPU, backward is faster with max_seqlen_k, and one that is too small a CUDA error.
         softmax_scale, scale: the factor of q·k, None for 1/√D; `scale` also takes the words and tensors of `attention`.
         causal: query i of a document of m queries and n keys sees its keys ≤ i + n − m, aligned at the bottom right.
         window_size: (left, right) keys around i + n − m that are visible; −1 for no limit.
@@ -114,7 +115,8 @@ def attention_varlen(
         raise ValueError(f"cu_seqlens_k must be given where k has other tokens ({len(k)}) than q ({len(q)})")
     _check_gate(gate, (*q.shape[:2], v.shape[2]))
     ends = (cu_seqlens_q,) if cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
-    options = len(q), len(k), q.device, causal, *_check_window_size(window_size)
+    promised = int(max_seqlen_k) if isinstance(max_seqlen_k, numbers.Integral) else None
+    options = len(q), len(k), q.device, causal, *_check_window_size(window_size), promised
     mask = recall(ends, options, lambda: _make_mask(ends[0], ends[-1], *options))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     found: Any = attention(  # type: ignore[misc]
@@ -142,16 +144,22 @@ def attention_varlen(
 
 def _make_mask(
     ends_q: Ints, ends_k: Ints, queries: int, keys: int, device: torch.device, causal: bool,
-    left: int | None, right: int | None,
+    left: int | None, right: int | None, promised: int | None,
 ) -> Mask:  # fmt: skip
-    """Check where documents begin and end, and return their mask."""
+    """Check where documents begin and end, and return their mask; `promised`: no document has more keys."""
     cu_q = check_cu_seqlens(ends_q, "cu_seqlens_q", queries)
     cu_k = check_cu_seqlens(ends_k, "cu_seqlens_q" if ends_k is ends_q else "cu_seqlens_k", keys)
     if len(cu_q) != len(cu_k):
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must have as many documents, got {len(cu_q) - 1} and {len(cu_k) - 1}"
         )
-    return Mask((Packed.of(cu_q.to(device), cu_k.to(device), queries, causal, left, right),))
+    longest = find_longest(cu_k)
+    if longest is None and promised is not None and not has_no_values(cu_k):
+        torch._assert_async((cu_k.diff() <= promised).all(), "max_seqlen_k is smaller than the longest document")
+        longest = promised
+    where_q = cu_q.to(device)
+    where_k = where_q if ends_k is ends_q else cu_k.to(device)
+    return Mask((Packed.of(where_q, where_k, queries, causal, left, right, longest),))
 
 
 def _check_gate(gate: Tensor | None, shape: tuple[int, int, int]) -> None:

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from regard._core.mask.attn_mask import GivenMask, find_positions
-from regard._core.mask.parts import INTEGERS, Causal, Intervals, Lengths, Packed, Padding, Part, Window, check_side
+from regard._core.mask.parts import (
+    INTEGERS,
+    Causal,
+    Intervals,
+    Lengths,
+    Packed,
+    Padding,
+    Part,
+    Window,
+    check_side,
+    least,
+)
 from regard._core.readable import readable
 from regard._core.rows.validation import check_dense, fits, is_float
 from regard.mask import Mask
@@ -29,7 +40,7 @@ class Visible:
     def with_window(self, left: int | None, right: int | None, keys: int) -> Visible:
         """Narrow the window; a side that reaches every key is none."""
         right = None if right is not None and right >= keys - 1 else right
-        return replace(self, left=_least(self.left, left), right=_least(self.right, right))
+        return replace(self, left=least(self.left, left), right=least(self.right, right))
 
 
 def resolve_mask(
@@ -49,6 +60,9 @@ def resolve_mask(
             rest.append(part)
         else:
             found = folded
+    for part in rest:
+        left, right = getattr(part, "reach", (None, None))
+        found = found.with_window(_round_up(left, keys), _round_up(right, keys), keys)
     position = find_positions(mask, queries, keys, device)
     if rest or (position is not None and counts_distance):
         found.interval = make_interval(Mask(tuple(rest)), position, queries, keys, device)
@@ -84,13 +98,22 @@ def _fold_part(found: Visible, part: Part, queries: int, keys: int) -> Visible |
     return None
 
 
+def _round_up(side: int | None, keys: int) -> int | None:
+    """Return one of a few sides that are not smaller: calls are recorded for each, and documents come in any length."""
+    if not side:
+        return side
+    step = max(128, (1 << side.bit_length()) // 8)
+    side = -(-side // step) * step
+    return side if side < keys - 1 else None
+
+
 def find_ahead(mask: Mask | None, ahead: int | None, queries: int, keys: int) -> int | None:
     """Return how far beyond its own index a query may see, with `ahead` given beside the mask; None: no limit."""
     for part in () if mask is None else mask.parts:
         if isinstance(part, (Causal, Window)):
             offset = keys - queries if part.bottom_right else 0
             right = 0 if isinstance(part, Causal) else part.right
-            ahead = _least(ahead, None if right is None else right + offset)
+            ahead = least(ahead, None if right is None else right + offset)
     return ahead
 
 
@@ -115,10 +138,6 @@ def make_interval(mask: Mask, position: Tensor | None, queries: int, keys: int, 
     hi = torch.full_like(i, keys) if hi is None else hi.clamp(0, keys)
     shape = torch.broadcast_shapes(lo.shape, hi.shape, (1, 1, queries))
     return torch.stack([x.expand(shape) for x in (lo, hi, i if position is None else position)]).int()
-
-
-def _least(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else min(a, b)
 
 
 def check_mask(mask, lead, batch: int, heads: int, queries: int, keys: int, q: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ BN = 128
 
 def make_problem(case: str):
     """A problem whose queries see documents, windows, anything, or nothing at times."""
-    m, n = (900, 1000) if case in ("wide", "window", "narrow") else (300, 333)
+    m, n = (900, 1000) if case in ("wide", "window", "narrow", "held") else (300, 333)
     p = make(0, b=2, h=2, g=1, m=m, n=n, d=16, e=16, lengths=case == "lengths", causal=case == "causal")
     generator = torch.Generator().manual_seed(1)
     first = torch.randint(0, n, (2, 2, m), generator=generator)
@@ -36,9 +36,9 @@ def make_problem(case: str):
         first, last, position = (x.expand(2, 2, m) for x in (start, torch.arange(m) + 1, torch.arange(m)))
     if case == "wide":
         first, last, position = first % 200, n - first % 150, position % 300 + 400
-    if case in ("window", "narrow"):
+    if case in ("window", "narrow", "held"):  # held: intervals within a window
         p.left, p.right = (400, 275) if case == "window" else (100, 40)
-    else:
+    if case not in ("window", "narrow"):
         p.interval = torch.stack([first, last.clamp(max=n), position]).int()
     return p
 
@@ -61,7 +61,7 @@ def find_visible(p):
     return visible, position
 
 
-@pytest.fixture(params=["documents", "random", "wide", "window", "narrow", "lengths", "causal"])
+@pytest.fixture(params=["documents", "random", "wide", "window", "narrow", "held", "lengths", "causal"])
 def call(request, monkeypatch):
     monkeypatch.setattr(spans, "torch", Poisoned())
     p = make_problem(request.param)

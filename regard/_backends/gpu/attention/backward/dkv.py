@@ -96,11 +96,11 @@ def needs_spans(p: Problem) -> bool:
 def find_band(p: Problem) -> int | None:
     """Return the column of query j in the rows of keys j … j + BAND − 1, j a multiple of `BAND`; None: no band.
 
-    Of a window scratch has columns only for the queries that see one of these keys, j − right … j + BAND − 1 + left.
-    Query i has column i − j + band in their rows.
+    Of a window, also one that holds documents or chunks, scratch has columns only for the queries that may see one of
+    these keys, j − right … j + BAND − 1 + left. Query i has column i − j + band in their rows.
     """
     left, right = p.reach
-    if left is None or right is None or min(left, right) < 0 or p.interval is not None or p.relative is not None:
+    if left is None or right is None or min(left, right) < 0 or p.relative is not None:
         return None
     band = triton.cdiv(right, BAND) * BAND
     return band if band + left + ROOM < p.q.shape[-2] else None

@@ -32,7 +32,7 @@ SCRATCH_BYTES = 2**30  # bytes of scratch
 QUERIES, KEYS = 128, 64  # blocks of scratch: multiples of the kernels' own
 WIDTHS = range(65, 129)  # of heads; narrower ones read and write as much ds for half of the products
 SHORT = 1024  # queries or keys, below which ds is found twice
-FEW_HEADS = 16  # at a time, below which a part of the keys per query leaves the GPU idle between its launches
+FEW_HEADS = 8  # at a time, below which a part of the keys per query leaves the GPU idle between its launches
 FILL = 0.9  # of the multiprocessors' time, if not all heads fit at once
 
 

@@ -15,6 +15,7 @@ A call whose launches the recorder did not all see (a kernel started without `la
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -169,18 +170,22 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self.kept = list(inputs)  # every tensor, so that no id is used twice
-        self.aliases: list[Tensor] = []  # kept alive, so that no id is used twice
+        self.kept: list[Tensor | None] = list(inputs)  # alive, so that no id is used twice
         self.places = {id(x): place for place, x in enumerate(inputs) if x is not None}
+        self.slots = len(inputs)
         self.launches, self.failed = 0, False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import its compiler, which takes seconds, to keep it out of what runs here."""
+        return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         arguments = [self.describe(x) for x in args]
         found = func(*args, **kwargs)
         if func is torch.ops.aten.detach.default and id(args[0]) in self.places:  # the same tensor to a kernel
-            self.places[id(found)] = self.places[id(args[0])]
-            self.aliases.append(found)
+            self.add(found, self.places[id(args[0])])
             return found
         results = found if isinstance(found, (tuple, list)) else (found,)
         if any(isinstance(x, Tensor) for x in kwargs.values()) or not all(isinstance(x, Tensor) for x in results):
@@ -211,9 +216,17 @@ class Recorder(TorchDispatchMode):
     def place_of(self, x: Tensor) -> int:
         """The slot of a tensor, a new one if it is new."""
         if id(x) not in self.places:
-            self.places[id(x)] = len(self.kept)
-            self.kept.append(x)
+            self.add(x, self.slots)
+            self.slots += 1
         return self.places[id(x)]
+
+    def add(self, x: Tensor, place: int) -> None:
+        """Write down the slot of a tensor, and keep a small one alive; a large one's id is forgotten with it."""
+        self.places[id(x)] = place
+        if x.untyped_storage().nbytes() <= MAX_BYTES:
+            self.kept.append(x)
+        else:
+            weakref.finalize(x, self.places.pop, id(x), None)
 
     def describe(self, x: Any) -> Any:
         """An argument with slots in place of the call's tensors; what holds none stays as it is."""

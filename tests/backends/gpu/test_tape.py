@@ -1,6 +1,8 @@
 """Recorded calls, on the CPU: a tape repeats torch's ops on other tensors, and is not made of what it cannot repeat."""
 
 import ctypes
+import subprocess
+import sys
 import weakref
 
 import torch
@@ -113,3 +115,34 @@ def test_memory_is_freed_after_its_last_use():
     x = torch.randn(4)
     (found,) = tape.Tape(steps, 1, (tape.Slot(5),)).replay((x,))
     assert torch.equal(found, x) and len(pages) == 2
+
+
+def test_large_memory_is_free_while_a_call_is_recorded(monkeypatch):
+    monkeypatch.setattr(tape, "MAX_BYTES", 1000)
+    alive = []
+
+    def compute(x):
+        for _ in range(3):
+            page = x.new_empty(1000).fill_(2.0)
+            alive.append(weakref.ref(page))
+            x = x * page[:3]
+            del page
+            assert alive[-1]() is None
+        return (x,)
+
+    x = torch.randn(3)
+    _, kept = tape._record((x,), lambda: compute(x))
+    assert kept is not None
+    torch.testing.assert_close(kept.replay((x,))[0], 8 * x)
+
+
+def test_recording_does_not_import_torchs_compiler():
+    """The second call of a kind is recorded: an import of seconds would be a riddle there."""
+    code = """
+import sys, torch
+from regard._backends.gpu import tape
+x = torch.randn(3)
+assert tape._record((x,), lambda: (x + x,))[1] is not None
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -74,9 +74,9 @@ KERNELS = (
         summary="one Gluon sweep lists the keys that may have weight",
         families=("threshold",),
         limits=f"Hopper; bfloat16, float16; heads of multiples of 8 up to {sparse.WIDEST}; at least "
-        f"{sparse.LEAST_KEYS['forward']} visible keys ({sparse.LEAST_KEYS['forward of powers']} of entmax with another "
-        "alpha than 1.5 or 2); no score function but a soft cap, no dense mask, interval or dropout; of biases one per "
-        "key, without a soft cap",
+        f"{sparse.LEAST_KEYS['forward']} visible keys ({sparse.LEAST_KEYS['forward of powers']} of intervals and of "
+        "entmax with another alpha than 1.5 or 2); no score function but a soft cap, no dense mask or dropout; of "
+        "biases one per key, without a soft cap",
         supports=lambda problem: sparse.supports(problem, "forward"),
         run=partial(forward.run_threshold, with_lists=True),
     ),
@@ -124,8 +124,8 @@ BACKWARD_KERNELS = (
         summary="Gluon sweeps list the keys above tau, then the queries",
         families=("threshold",),
         limits=f"as sparse threshold; at least {sparse.LEAST_KEYS['backward']} visible keys "
-        f"({sparse.LEAST_KEYS['wide backward']} with heads of more than 128); no soft cap, bias or gradient of "
-        "statistics or temperature",
+        f"({sparse.LEAST_KEYS['wide backward']} with heads of more than 128); no soft cap, bias, interval or gradient "
+        "of statistics or temperature",
         supports=dq.supports_sparse,
         run=partial(dq.run_two_sweeps, with_lists=True),
     ),

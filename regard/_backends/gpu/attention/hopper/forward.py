@@ -141,12 +141,18 @@ def to_operand(u, ring, C: gl.constexpr):
 def consume(outputs, ring, opt, blocks, group: gl.constexpr, C: gl.constexpr):
     """One consumer warpgroup: its 64 queries of every block that this program takes."""
     work = get_work(0, 0, outputs.spans, outputs.bias, opt, C)
-    s = warpgroup_mma_wait(0, deps=[start_block(work, True, ring, group, C)])
-    if C.PERSISTENT:
+    if C.EARLY:
         rounds = count_rounds(blocks, C)
+        s = warpgroup_mma_wait(0, deps=[start_block(work, True, ring, group, C)])
         for _ in range(rounds):
             work, s = process_block(work, s, rounds, outputs, ring, opt, blocks, group, C)
+    elif C.PERSISTENT:
+        rounds = count_rounds(blocks, C)
+        for _ in range(rounds):
+            s = warpgroup_mma_wait(0, deps=[start_block(work, True, ring, group, C)])
+            work, _ = process_block(work, s, rounds, outputs, ring, opt, blocks, group, C)
     else:
+        s = warpgroup_mma_wait(0, deps=[start_block(work, True, ring, group, C)])
         process_block(work, s, 1, outputs, ring, opt, blocks, group, C)
     tma.store_wait(0)
 
@@ -176,7 +182,7 @@ def start_block(work, exists, ring, group: gl.constexpr, C: gl.constexpr):
 def process_block(work, s, rounds, outputs, ring, opt, blocks, group: gl.constexpr, C: gl.constexpr):
     """Computes and stores one warpgroup's 64 rows of a block, whose first tile has the scores s.
 
-    Returns the program's next block and its first scores, which the tensor cores compute while this one is stored.
+    Returns the program's next block and, if EARLY, its first scores.
     """
     F: gl.constexpr = C.F
     SPLITS: gl.constexpr = C.SPLITS
@@ -270,7 +276,7 @@ def process_block(work, s, rounds, outputs, ring, opt, blocks, group: gl.constex
     key_sums = (none, none, none)
     if C.MOMENT_SPAN != 0:
         key_sums = sum_key_moments(ring.q.index(at).reshape([ROWS, C.PANEL]), ring, work, outputs, opt, C)
-    if C.PERSISTENT:
+    if C.EARLY:
         PENDING: gl.constexpr = C.PANELS + 1 if C.KEY_BIAS else C.PANELS
         if C.CAUSAL and C.BM > C.BN:  # the next block may skip tiles, which releases the values that p·v still reads
             o = warpgroup_mma_wait(0, deps=[o])

@@ -46,6 +46,7 @@ class ForwardConfig(NamedTuple):
     DIAGONAL_FIRST: bool  # full rows begin with the tile on the diagonal
     RAGGED: bool  # beside DIAGONAL_FIRST: the last tile has keys past the end
     PERSISTENT: bool  # a program takes many blocks and loads the next one's tiles while one ends
+    EARLY: bool  # and computes the first scores of the next while one is stored
     MOMENT_TILES: int  # tiles of the ring that the key moments take
     MOMENT_SPAN: int  # Σy and Σy² of keys before the last multiple of it come from `key_moments`; −1: all, 0: none
     SLACK: float  # powers of two by which a score may exceed the shift

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from regard import normalizers
+from regard._core.attention import knows_other_names
 from regard._core.options import check_softcap, is_real
 from regard.health.capture.call import Call
 from regard.health.capture.interception import Interception, check_model, running_frame
@@ -87,6 +88,7 @@ class using:
             a call cannot be intercepted.
     """
 
+    @knows_other_names
     def __init__(
         self,
         model: nn.Module,

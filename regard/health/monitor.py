@@ -76,7 +76,7 @@ class Monitor:
     `on_alarm` raises come at the next forward at the latest.
 
     Attributes:
-        alarms: every `Alarm` so far: `.step`, `.kind`, `.severity`, `.heads`, `.text`.
+        alarms: every `Alarm` so far: `.step`, `.kind`, `.severity`, `.heads`, `.text`, `.action`.
         layers: series name → module name.
         unmeasured: module name → why it is not watched.
         samples: how many steps were measured.
@@ -361,7 +361,7 @@ class Monitor:
                 if self.on_alarm is not None:
                     self.on_alarm(alarm)
                 if alarm.severity != "note":
-                    _warn(f"step {alarm.step}: {alarm.text}" + (f". To do: {alarm.action}." if alarm.action else ""))
+                    _warn(str(alarm))
 
     def _select(self, rows: list[dict], flags: dict[str, dict]) -> list[dict]:
         """Returns the heads whose own numbers are logged: all on request, else some of those in trouble."""

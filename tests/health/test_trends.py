@@ -139,7 +139,8 @@ def test_an_output_that_is_not_finite_is_critical_at_once():
     assert alarms_after([flags("not finite", 2)]) == [(1, "not finite", "critical", 1)]
     (alarm,) = AlarmRules().add(7, [], flags("not finite", 2))
     assert alarm.text.startswith("a, head 2: its output is NaN or infinite; stop, go back")
-    assert alarm.to_json() == dict(step=7, alarm="not finite", severity="critical", heads=(("a", 2),), text=alarm.text)
+    event = dict(step=7, alarm="not finite", severity="critical", heads=(("a", 2),), text=alarm.text, action="")
+    assert alarm.to_json() == event and str(alarm) == f"step 7: {alarm.text}"
 
 
 def test_alarms_of_one_kind_are_raised_again_when_twice_as_many_heads_have_it():

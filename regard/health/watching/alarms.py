@@ -67,18 +67,17 @@ Event = tuple[str, str, Place, float, str]  # kind, severity, where, its number,
 
 @dataclass(frozen=True)
 class Alarm:
-    """An event: at which step, of which kind, how severe, about which heads, and what it means in one sentence."""
+    """An event: at which step, of which kind, how severe, about which heads, what was seen, and what to do about it."""
 
     step: int
     kind: str
     severity: str  # "critical", "warning" or "note"
     heads: tuple[Place, ...]  # (layer, head)
     text: str
+    action: str = ""  # what to do; an empty string where `text` says so
 
-    @property
-    def action(self) -> str:
-        """What to do about it; an empty string where `text` says so."""
-        return ACTIONS.get(self.kind, "")
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.text}" + (f". To do: {self.action}." if self.action else "")
 
     def to_json(self) -> dict:
         """Returns the alarm as a line of the log holds it."""
@@ -113,7 +112,8 @@ class AlarmRules:
             if len(events) >= before:
                 self._head_counts[kind, severity] = before + len(events)
                 del self._waiting[kind, severity]
-                new.append(Alarm(step, kind, severity, tuple(place for _, _, place, *_ in events), _describe(events)))
+                places = tuple(place for _, _, place, *_ in events)
+                new.append(Alarm(step, kind, severity, places, _describe(events), ACTIONS.get(kind, "")))
         return new
 
     def _events(self, step: int, rows: Sequence[dict], flags: Flags) -> Iterator[Event]:

@@ -316,6 +316,8 @@ class Monitor:
                 continue
             tables[layer.index] = table = empty_table(layer.heads)
             table[layer.not_finite, AT["not_finite"]] = 1.0
+            if layer.name in recorder.bounded:
+                table[:, AT["bounded"]] = 1.0
             if is_measured:
                 recorder.fill(layer, table)
                 if not bool(table[:, AT["rows"]].any()) and any(layer.empty_rows):
@@ -367,7 +369,8 @@ class Monitor:
         """Returns the heads whose own numbers are logged: all on request, else some of those in trouble."""
         if self.heads:
             return rows
-        places = {place for kind, found in flags.items() if kind not in ("positional", "diffuse") for place in found}
+        harmless = ("positional", "diffuse", "bounded")
+        places = {place for kind, found in flags.items() if kind not in harmless for place in found}
         return [row for row in rows if (row["layer"], row["head"]) in places][:IN_TROUBLE]
 
     def _log(self, step: int, scalars: dict[str, float], rows: list[dict], alarms: list[Alarm]) -> None:

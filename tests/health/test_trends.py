@@ -95,6 +95,36 @@ def test_a_trend_is_reported_when_it_is_near_the_limit():
     assert len(warnings_for(rows([1.0] * 10, [ratio - 0.04 for ratio in falling]))) == 1
 
 
+def test_a_head_that_was_reported_beyond_the_limit_is_not_reported_as_rising():
+    def kinds(over):
+        found = [flags("exploding logits", 0, number=top) if over and top > 100 else {} for top in tops]
+        rules = AlarmRules()
+        return [alarm.kind for row, one in zip(rows(tops), found, strict=True) for alarm in rules.add(5, [row], one)]
+
+    tops = [110.0 + 10 * at for at in range(SAMPLES)]
+    assert kinds(over=True) == ["exploding logits"] and kinds(over=False) == ["rising"]
+
+
+@pytest.mark.parametrize("metrics", [None, ("max_logit",)])
+@pytest.mark.parametrize(
+    ("change", "rises"), [(dict(softcap=60.0), 0), (dict(softcap=60.0, temperature=0.5), 1), (dict(softcap=400.0), 1)]
+)
+def test_logits_that_a_soft_cap_keeps_within_the_limit_are_not_rising(change, rises, metrics):
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(16, nhead=2, batch_first=True, dropout=0.0), torch.randn(1, 10, 16)
+    with (
+        warnings.catch_warnings(),
+        regard.using(layer, **change),
+        regard.Monitor(layer, every=1, budget=1.0, metrics=metrics) as monitor,
+    ):
+        warnings.simplefilter("ignore", AttentionWarning)
+        for _ in range(24):
+            layer(x)
+            with torch.no_grad():
+                layer.self_attn.in_proj_weight[:32] *= 1.1
+    assert any(alarm.kind == "rising" for alarm in monitor.alarms) == rises
+
+
 def test_scatter_is_no_trend():
     draw = random.Random(0)
     assert warnings_for(rows([draw.uniform(30.0, 60.0) for _ in range(300)])) == []

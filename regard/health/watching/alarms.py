@@ -9,6 +9,7 @@
 | diffuse | in ten consecutive samples | a note while training is young, then a warning |
 | logits rising, entropy falling towards the limit | by a trend over ten samples | warning |
 
+No head is rising that was reported beyond the limit, or whose soft cap keeps its logits within it (the flag "bounded").
 Each is raised once per head; heads that get the same alarm in one sample share it, and its text quotes the worst. After
 the first alarm of a kind the next one waits until twice as many heads have it, so that a large model raises a few, not
 hundreds.
@@ -108,8 +109,10 @@ class AlarmRules:
         self.is_suspicious = bool(over - reported)
         new = []
         for (kind, severity), events in list(self._waiting.items()):
+            if kind == "rising":
+                events = [event for event in events if ("exploding logits", "critical", event[2]) not in self._raised]
             before = self._head_counts.get((kind, severity), 0)
-            if len(events) >= before:
+            if events and len(events) >= before:
                 self._head_counts[kind, severity] = before + len(events)
                 del self._waiting[kind, severity]
                 places = tuple(place for _, _, place, *_ in events)
@@ -133,13 +136,13 @@ class AlarmRules:
                 if streaks[place] >= needed:
                     text = f"{kind} in each of the last {needed} samples ({describe(found[place])})"
                     yield kind, severity, place, found[place], text
-        positional = flags.get("positional", {})
+        exempt = {"falling": flags.get("positional", {}), "rising": flags.get("bounded", {})}
         for row in rows:
             place = row["layer"], row["head"]
             numbers = self._numbers.setdefault(place, deque(maxlen=SAMPLES))
             numbers.append((row["step"], row["max_logit"], row["entropy_ratio"]))
             for kind, text in find_trends(numbers):
-                if kind != "falling" or place not in positional:
+                if place not in exempt[kind]:
                     yield kind, "warning", place, row["max_logit" if kind == "rising" else "entropy_ratio"], text
 
     def _judge(self, kind: str, step: int) -> tuple[str, int]:

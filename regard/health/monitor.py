@@ -337,6 +337,8 @@ class Monitor:
 
     def _finish(self, step: int, tables: dict[LayerKey, Tensor]) -> None:
         """Reduces a sample over the ranks, raises alarms, and writes on the first rank."""
+        from regard.health.qk_clip.max_logits import is_clipped
+
         if missing := self._ranks.find_missing():
             self._warn_once(
                 "ranks",
@@ -350,7 +352,7 @@ class Monitor:
             self._names = series_names([layer.label for layer in layers])
             self._layers = {series: label for label, series in self._names.items()}
         rows, flags = head_rows(layers, self._names, step), flags_of(layers)
-        new = self._rules.add(step, rows, flags)
+        new = self._rules.add(step, rows, flags, is_clipped(self.model))
         self._schedule.look_closer(step, self._rules.is_suspicious)
         self._alarms += new
         if self._ranks.is_first():

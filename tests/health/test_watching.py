@@ -241,6 +241,20 @@ def test_alarms_are_events(tmp_path):
         watched(None, on_alarm="mail")
 
 
+@pytest.mark.parametrize(("log_only", "advice"), [(True, "regard.qk_clip(model)"), (False, "a lower threshold of QK-")])
+def test_an_alarm_does_not_suggest_a_clip_that_is_in_use(log_only, advice):
+    model, inside = layer(gain=300.0), []
+    clip = regard.QKClip(model, threshold=1e6, log_only=log_only)
+    with regard.Monitor(model, every=1, budget=1.0, on_alarm=inside.append):
+        model(torch.randn(2, 24, 16)).mean().backward()
+        clip.step()
+        with pytest.warns(AttentionWarning, match="exploding logits"):
+            model(torch.randn(2, 24, 16))
+    clip.close()
+    (alarm,) = [alarm for alarm in inside if alarm.kind == "exploding logits"]
+    assert f"bound the scores with {advice}" in alarm.action
+
+
 def test_an_output_that_is_not_finite_is_the_gravest_event():
     model, seen = layer(), []
     with torch.no_grad():

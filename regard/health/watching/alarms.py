@@ -47,7 +47,8 @@ NUMBERS: dict[str, Callable[[float], str]] = {
 }
 WORSE_BELOW = ("collapsed", "dead", "falling")  # kinds whose worst head has the smallest number
 WIDE = ("collapsed", "dying gradient")
-BOUND = "regard.qk_clip(model), regard.using(model, qk_norm=True) or regard.using(model, softcap=30)"
+CLIP, CLIP_LOWER = "regard.qk_clip(model)", "a lower threshold of QK-clip"  # the second where the first is in use
+BOUND = f"{CLIP}, regard.using(model, qk_norm=True) or regard.using(model, softcap=30)"
 ACTIONS = {  # what to do about each kind
     "exploding logits": f"lower the learning rate, and bound the scores with {BOUND}",
     "rising": f"lower the learning rate, or bound the scores with {BOUND}",
@@ -98,8 +99,11 @@ class AlarmRules:
         self._head_counts: dict[tuple[str, str], int] = {}  # heads in the alarms so far, by kind and severity
         self.is_suspicious = False  # is a head over a limit that has not been reported?
 
-    def add(self, step: int, rows: Sequence[dict], flags: Flags) -> list[Alarm]:
-        """Returns the new alarms after one more sample: a dict per head (see `head_rows`), and what findings say."""
+    def add(self, step: int, rows: Sequence[dict], flags: Flags, is_clipped: bool = False) -> list[Alarm]:
+        """Returns the new alarms after one more sample: a dict per head (see `head_rows`), and what findings say.
+
+        is_clipped: True if QK-clip is in use, so that actions do not suggest it.
+        """
         for event in self._events(step, rows, flags):
             if event[:3] not in self._raised:
                 self._raised.add(event[:3])
@@ -116,7 +120,8 @@ class AlarmRules:
                 self._head_counts[kind, severity] = before + len(events)
                 del self._waiting[kind, severity]
                 places = tuple(place for _, _, place, *_ in events)
-                new.append(Alarm(step, kind, severity, places, _describe(events), ACTIONS.get(kind, "")))
+                action = ACTIONS.get(kind, "").replace(CLIP, CLIP_LOWER if is_clipped else CLIP)
+                new.append(Alarm(step, kind, severity, places, _describe(events), action))
         return new
 
     def _events(self, step: int, rows: Sequence[dict], flags: Flags) -> Iterator[Event]:

@@ -49,6 +49,8 @@ class Monitor:
     >>> monitor.close()
     >>> [row["step"] for row in rows], 0.0 < rows[0]["attention/entropy_ratio_min"] <= 1.0
     ([1, 3], True)
+    >>> monitor
+    Monitor(TransformerEncoderLayer, every=2): 2 samples up to step 3, layers watched: 1, not watched: 0, alarms: 0
     >>> monitor.alarms
     []
 
@@ -179,6 +181,14 @@ class Monitor:
         """Seconds spent on measuring."""
         self._read_sample()
         return self._spent
+
+    def __repr__(self) -> str:
+        samples = self._samples + (self._finished is not None)  # without a wait for the one that was not read
+        return (
+            f"Monitor({type(as_written(self.model)).__name__}, every={self.every}): {samples} samples up to step "
+            f"{self.step}, layers watched: {len(self._layers)}, not watched: {len(self._unmeasured)}, "
+            f"alarms: {len(self._alarms)}"
+        )
 
     def __enter__(self) -> Monitor:
         return self

@@ -255,6 +255,13 @@ def test_an_alarm_does_not_suggest_a_clip_that_is_in_use(log_only, advice):
     assert f"bound the scores with {advice}" in alarm.action
 
 
+def test_a_monitor_prints_what_it_watches():
+    with pytest.warns(AttentionWarning):
+        monitor = watched(None, gain=300.0)
+    counts = "2 samples up to step 2, layers watched: 1, not watched: 0, alarms: 1"
+    assert str(monitor) == repr(monitor) == f"Monitor(TransformerEncoderLayer, every=1): {counts}"
+
+
 def test_an_output_that_is_not_finite_is_the_gravest_event():
     model, seen = layer(), []
     with torch.no_grad():

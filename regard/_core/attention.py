@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Literal, overload
+from inspect import signature
+from typing import Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -32,26 +33,29 @@ __all__ = ["Path", "attention", "attention_path"]
 TORCH_NAMES = (("query", "q"), ("key", "k"), ("value", "v"))
 OTHER_NAMES = (  # what other libraries, and British English, call our arguments
     ("causal", "is_causal"), ("mask", "attn_mask"), ("normaliser", "normalizer"), ("soft_cap", "softcap"),
-    ("window_size", "window"), ("stats", "return_stats"),
+    ("logits_soft_cap", "softcap"), ("window_size", "window"), ("sliding_window", "window"), ("stats", "return_stats"),
 )  # fmt: skip
+Function = TypeVar("Function", bound=Callable)
 
 
-def takes_torch_names(function: Callable) -> Callable:
-    """Lets q, k and v also be named query, key and value, as torch's function names them."""
+def knows_other_names(function: Function) -> Function:
+    """Lets q, k and v also be named query, key and value, as in torch; other libraries' names raise and give ours."""
+    name, known = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
+    torch_names, other_names = ([pair for pair in pairs if pair[1] in known] for pairs in (TORCH_NAMES, OTHER_NAMES))
 
     @wraps(function)
     def named(*args, **kwargs):
-        for theirs, ours in TORCH_NAMES:
+        for theirs, ours in torch_names:
             if theirs in kwargs:
                 if ours in kwargs:
-                    raise TypeError(f"{function.__name__} got both {ours} and {theirs}; give one of them")
+                    raise TypeError(f"{name} got both {ours} and {theirs}; give one of them")
                 kwargs[ours] = kwargs.pop(theirs)
-        for theirs, ours in OTHER_NAMES:
+        for theirs, ours in other_names:
             if theirs in kwargs:
-                raise TypeError(f"{function.__name__} has no argument {theirs!r}; it is called {ours!r} here")
+                raise TypeError(f"{name} has no argument {theirs!r}; it is called {ours!r} here")
         return function(*args, **kwargs)
 
-    return named
+    return cast(Function, named)
 
 
 @overload
@@ -102,7 +106,7 @@ def attention(
 ) -> tuple[Tensor, Statistics]: ...
 
 
-@takes_torch_names
+@knows_other_names
 def attention(
     q: Tensor,
     k: Tensor,
@@ -194,7 +198,7 @@ def attention(
     return execute(call)
 
 
-@takes_torch_names
+@knows_other_names
 def attention_path(
     q: Tensor,
     k: Tensor,

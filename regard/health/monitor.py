@@ -49,6 +49,8 @@ class Monitor:
     >>> monitor.close()
     >>> [row["step"] for row in rows], 0.0 < rows[0]["attention/entropy_ratio_min"] <= 1.0
     ([1, 3], True)
+    >>> monitor
+    Monitor(TransformerEncoderLayer, every=2): 2 samples up to step 3, layers watched: 1, not watched: 0, alarms: 0
     >>> monitor.alarms
     []
 
@@ -76,7 +78,7 @@ class Monitor:
     `on_alarm` raises come at the next forward at the latest.
 
     Attributes:
-        alarms: every `Alarm` so far: `.step`, `.kind`, `.severity`, `.heads`, `.text`.
+        alarms: every `Alarm` so far: `.step`, `.kind`, `.severity`, `.heads`, `.text`, `.action`.
         layers: series name → module name.
         unmeasured: module name → why it is not watched.
         samples: how many steps were measured.
@@ -179,6 +181,14 @@ class Monitor:
         """Seconds spent on measuring."""
         self._read_sample()
         return self._spent
+
+    def __repr__(self) -> str:
+        samples = self._samples + (self._finished is not None)  # without a wait for the one that was not read
+        return (
+            f"Monitor({type(as_written(self.model)).__name__}, every={self.every}): {samples} samples up to step "
+            f"{self.step}, layers watched: {len(self._layers)}, not watched: {len(self._unmeasured)}, "
+            f"alarms: {len(self._alarms)}"
+        )
 
     def __enter__(self) -> Monitor:
         return self
@@ -316,6 +326,8 @@ class Monitor:
                 continue
             tables[layer.index] = table = empty_table(layer.heads)
             table[layer.not_finite, AT["not_finite"]] = 1.0
+            if layer.name in recorder.bounded:
+                table[:, AT["bounded"]] = 1.0
             if is_measured:
                 recorder.fill(layer, table)
                 if not bool(table[:, AT["rows"]].any()) and any(layer.empty_rows):
@@ -335,6 +347,8 @@ class Monitor:
 
     def _finish(self, step: int, tables: dict[LayerKey, Tensor]) -> None:
         """Reduces a sample over the ranks, raises alarms, and writes on the first rank."""
+        from regard.health.qk_clip.max_logits import is_clipped
+
         if missing := self._ranks.find_missing():
             self._warn_once(
                 "ranks",
@@ -348,7 +362,7 @@ class Monitor:
             self._names = series_names([layer.label for layer in layers])
             self._layers = {series: label for label, series in self._names.items()}
         rows, flags = head_rows(layers, self._names, step), flags_of(layers)
-        new = self._rules.add(step, rows, flags)
+        new = self._rules.add(step, rows, flags, is_clipped(self.model))
         self._schedule.look_closer(step, self._rules.is_suspicious)
         self._alarms += new
         if self._ranks.is_first():
@@ -361,13 +375,14 @@ class Monitor:
                 if self.on_alarm is not None:
                     self.on_alarm(alarm)
                 if alarm.severity != "note":
-                    _warn(f"step {alarm.step}: {alarm.text}" + (f". To do: {alarm.action}." if alarm.action else ""))
+                    _warn(str(alarm))
 
     def _select(self, rows: list[dict], flags: dict[str, dict]) -> list[dict]:
         """Returns the heads whose own numbers are logged: all on request, else some of those in trouble."""
         if self.heads:
             return rows
-        places = {place for kind, found in flags.items() if kind not in ("positional", "diffuse") for place in found}
+        harmless = ("positional", "diffuse", "bounded")
+        places = {place for kind, found in flags.items() if kind not in harmless for place in found}
         return [row for row in rows if (row["layer"], row["head"]) in places][:IN_TROUBLE]
 
     def _log(self, step: int, scalars: dict[str, float], rows: list[dict], alarms: list[Alarm]) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from regard import normalizers
+from regard._core.attention import knows_other_names
+from regard._core.options import check_softcap, is_real
 from regard.health.capture.call import Call
 from regard.health.capture.interception import Interception, check_model, running_frame
 from regard.health.what_if import WhatIf
@@ -81,11 +83,12 @@ class using:
             share: sum them over the ranks before a step (docs/developers/parallel.md).
 
     Raises:
-        TypeError: `model` is not an nn.Module.
+        TypeError: `model` is not an nn.Module, or `qk_norm` is not a bool.
         ValueError: Nothing is changed, a name or a number is unknown or outside its range, or, while the model runs,
             a call cannot be intercepted.
     """
 
+    @knows_other_names
     def __init__(
         self,
         model: nn.Module,
@@ -101,9 +104,11 @@ class using:
         check_model(model)
         if isinstance(temperature, str):
             temperature = unsized(temperature)
-        for name, value in (("temperature", temperature), ("softcap", softcap)):
-            if isinstance(value, int | float) and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
+        if isinstance(temperature, int | float) and not (is_real(temperature) and 0 < temperature < math.inf):
+            raise ValueError(f"temperature must be a positive, finite number, got {temperature!r}")
+        check_softcap(softcap)
+        if not isinstance(qk_norm, bool):
+            raise TypeError(f"qk_norm must be True or False, got {qk_norm!r}; softcap= bounds the scores by a number")
         given = dict(normalizer=normalizer, temperature=temperature, scale=scale, softcap=softcap)
         self.changes = {name: value for name, value in given.items() if value is not None}
         if not self.changes and not qk_norm and gate is None and context_parallel is None:

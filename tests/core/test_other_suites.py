@@ -72,7 +72,8 @@ def test_torchs_names():
     assert regard.attention_path(query=q, key=k, value=v).backend == "torch"
     with pytest.raises(TypeError, match="both q and query"):
         regard.attention(q=q, query=q, k=k, v=v)
-    for other, ours in dict(causal="is_causal", normaliser="normalizer", mask="attn_mask").items():
+    names = dict(causal="is_causal", normaliser="normalizer", mask="attn_mask", sliding_window="window")
+    for other, ours in {**names, "logits_soft_cap": "softcap"}.items():
         with pytest.raises(TypeError, match=f"no argument '{other}'; it is called '{ours}' here"):
             regard.attention(q, k, v, **{other: None})
 

@@ -95,6 +95,36 @@ def test_a_trend_is_reported_when_it_is_near_the_limit():
     assert len(warnings_for(rows([1.0] * 10, [ratio - 0.04 for ratio in falling]))) == 1
 
 
+def test_a_head_that_was_reported_beyond_the_limit_is_not_reported_as_rising():
+    def kinds(over):
+        found = [flags("exploding logits", 0, number=top) if over and top > 100 else {} for top in tops]
+        rules = AlarmRules()
+        return [alarm.kind for row, one in zip(rows(tops), found, strict=True) for alarm in rules.add(5, [row], one)]
+
+    tops = [110.0 + 10 * at for at in range(SAMPLES)]
+    assert kinds(over=True) == ["exploding logits"] and kinds(over=False) == ["rising"]
+
+
+@pytest.mark.parametrize("metrics", [None, ("max_logit",)])
+@pytest.mark.parametrize(
+    ("change", "rises"), [(dict(softcap=60.0), 0), (dict(softcap=60.0, temperature=0.5), 1), (dict(softcap=400.0), 1)]
+)
+def test_logits_that_a_soft_cap_keeps_within_the_limit_are_not_rising(change, rises, metrics):
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(16, nhead=2, batch_first=True, dropout=0.0), torch.randn(1, 10, 16)
+    with (
+        warnings.catch_warnings(),
+        regard.using(layer, **change),
+        regard.Monitor(layer, every=1, budget=1.0, metrics=metrics) as monitor,
+    ):
+        warnings.simplefilter("ignore", AttentionWarning)
+        for _ in range(24):
+            layer(x)
+            with torch.no_grad():
+                layer.self_attn.in_proj_weight[:32] *= 1.1
+    assert any(alarm.kind == "rising" for alarm in monitor.alarms) == rises
+
+
 def test_scatter_is_no_trend():
     draw = random.Random(0)
     assert warnings_for(rows([draw.uniform(30.0, 60.0) for _ in range(300)])) == []
@@ -139,7 +169,8 @@ def test_an_output_that_is_not_finite_is_critical_at_once():
     assert alarms_after([flags("not finite", 2)]) == [(1, "not finite", "critical", 1)]
     (alarm,) = AlarmRules().add(7, [], flags("not finite", 2))
     assert alarm.text.startswith("a, head 2: its output is NaN or infinite; stop, go back")
-    assert alarm.to_json() == dict(step=7, alarm="not finite", severity="critical", heads=(("a", 2),), text=alarm.text)
+    event = dict(step=7, alarm="not finite", severity="critical", heads=(("a", 2),), text=alarm.text, action="")
+    assert alarm.to_json() == event and str(alarm) == f"step 7: {alarm.text}"
 
 
 def test_alarms_of_one_kind_are_raised_again_when_twice_as_many_heads_have_it():

@@ -122,7 +122,13 @@ def test_huggingface_with_padding_and_checkpointing():
     [
         ({}, ValueError, "changes nothing"),
         (dict(temperature=-1), ValueError, "temperature must be a positive"),
+        (dict(temperature=True), ValueError, "temperature must be a positive"),
         (dict(softcap=float("nan")), ValueError, "softcap must be a positive"),
+        (dict(softcap=True), ValueError, "softcap must be a positive number or None, got True"),
+        (dict(softcap="50"), ValueError, "softcap must be a positive number or None, got '50'"),
+        (dict(qk_norm=50.0), TypeError, r"qk_norm must be True or False, got 50\.0; softcap="),
+        (dict(soft_cap=30.0), TypeError, "using has no argument 'soft_cap'; it is called 'softcap' here"),
+        (dict(mask=None), TypeError, "unexpected keyword argument 'mask'"),
         (dict(normalizer="entmacks"), ValueError, "entmax"),
         (dict(scale="square"), ValueError, "scale 'square'"),
     ],

@@ -212,7 +212,7 @@ def test_tensorboard_gets_series_and_alarms_as_text():
     names = {name for name, _, step in board.scalars if step == 1}
     assert {"attention/max_logit", "attention/layer_00/entropy_ratio_min", "attention/alarms"} <= names
     assert any(re.fullmatch(r"attention/layer_00/head_0[01]/max_logit", name) for name in names)  # in trouble
-    assert board.texts[0][0] == "attention/alarms" and "exploding logits" in board.texts[0][1]
+    assert board.texts[0][0] == "attention/alarms" and re.search("exploding logits.* To do: lower", board.texts[0][1])
 
 
 def test_heads_are_logged_on_request_or_in_trouble():
@@ -233,10 +233,33 @@ def test_alarms_are_events(tmp_path):
     alarm = next(alarm for alarm in monitor.alarms if alarm.kind == "exploding logits")
     assert (alarm.step, alarm.severity, alarm.heads) == (2, "critical", (("self_attn", 0), ("self_attn", 1)))
     assert events == monitor.alarms
+    assert "regard.qk_clip(model)" in repr(alarm) and str(alarm) in [str(one.message) for one in seen]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["alarm"] for line in lines if "alarm" in line] == [alarm.kind for alarm in events]
+    found = [(line["alarm"], line["action"]) for line in lines if "alarm" in line]
+    assert found == [(alarm.kind, alarm.action) for alarm in events]
     with pytest.raises(TypeError, match="on_alarm"):
         watched(None, on_alarm="mail")
+
+
+@pytest.mark.parametrize(("log_only", "advice"), [(True, "regard.qk_clip(model)"), (False, "a lower threshold of QK-")])
+def test_an_alarm_does_not_suggest_a_clip_that_is_in_use(log_only, advice):
+    model, inside = layer(gain=300.0), []
+    clip = regard.QKClip(model, threshold=1e6, log_only=log_only)
+    with regard.Monitor(model, every=1, budget=1.0, on_alarm=inside.append):
+        model(torch.randn(2, 24, 16)).mean().backward()
+        clip.step()
+        with pytest.warns(AttentionWarning, match="exploding logits"):
+            model(torch.randn(2, 24, 16))
+    clip.close()
+    (alarm,) = [alarm for alarm in inside if alarm.kind == "exploding logits"]
+    assert f"bound the scores with {advice}" in alarm.action
+
+
+def test_a_monitor_prints_what_it_watches():
+    with pytest.warns(AttentionWarning):
+        monitor = watched(None, gain=300.0)
+    counts = "2 samples up to step 2, layers watched: 1, not watched: 0, alarms: 1"
+    assert str(monitor) == repr(monitor) == f"Monitor(TransformerEncoderLayer, every=1): {counts}"
 
 
 def test_an_output_that_is_not_finite_is_the_gravest_event():

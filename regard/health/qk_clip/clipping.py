@@ -104,7 +104,7 @@ def clip_observed(
     for name in (modules.keys() & set(observer.regard_modules)) - result._found.keys():
         if (why := bounded_scores_reason(modules[name])) is not None:
             result.skipped[name], result.knows_a_layer = why, True
-    observer.version = weights_version(model)
+    observer.version, observer.is_clipped = weights_version(model), not log_only
     return result
 
 

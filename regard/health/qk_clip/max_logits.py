@@ -35,6 +35,7 @@ class MaxLogits:
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be read
         self.forwards = 0
         self._ranks = RankReduction()
+        self.is_clipped = False  # did the last `qk_clip` clip, rather than only log?
         self.version: int | None = None  # of the weights, at the end of the last `qk_clip`
         self._interceptions = ForwardInterceptions()
         named = as_written(model).named_modules()
@@ -212,6 +213,11 @@ def observe(model: nn.Module) -> MaxLogits:
     if model not in OBSERVERS:
         OBSERVERS[model] = MaxLogits(model)
     return OBSERVERS[model]
+
+
+def is_clipped(model: nn.Module) -> bool:
+    """True if QK-clip is in use for `model`, as it was written or as torch.compile returned it; not with `log_only`."""
+    return any(one.is_clipped and as_written(known) is as_written(model) for known, one in list(OBSERVERS.items()))
 
 
 def stop(model: nn.Module) -> None:

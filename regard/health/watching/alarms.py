@@ -9,6 +9,7 @@
 | diffuse | in ten consecutive samples | a note while training is young, then a warning |
 | logits rising, entropy falling towards the limit | by a trend over ten samples | warning |
 
+No head is rising that was reported beyond the limit, or whose soft cap keeps its logits within it (the flag "bounded").
 Each is raised once per head; heads that get the same alarm in one sample share it, and its text quotes the worst. After
 the first alarm of a kind the next one waits until twice as many heads have it, so that a large model raises a few, not
 hundreds.
@@ -46,7 +47,8 @@ NUMBERS: dict[str, Callable[[float], str]] = {
 }
 WORSE_BELOW = ("collapsed", "dead", "falling")  # kinds whose worst head has the smallest number
 WIDE = ("collapsed", "dying gradient")
-BOUND = "regard.qk_clip(model), regard.using(model, qk_norm=True) or regard.using(model, softcap=30)"
+CLIP, CLIP_LOWER = "regard.qk_clip(model)", "a lower threshold of QK-clip"  # the second where the first is in use
+BOUND = f"{CLIP}, regard.using(model, qk_norm=True) or regard.using(model, softcap=30)"
 ACTIONS = {  # what to do about each kind
     "exploding logits": f"lower the learning rate, and bound the scores with {BOUND}",
     "rising": f"lower the learning rate, or bound the scores with {BOUND}",
@@ -67,18 +69,17 @@ Event = tuple[str, str, Place, float, str]  # kind, severity, where, its number,
 
 @dataclass(frozen=True)
 class Alarm:
-    """An event: at which step, of which kind, how severe, about which heads, and what it means in one sentence."""
+    """An event: at which step, of which kind, how severe, about which heads, what was seen, and what to do about it."""
 
     step: int
     kind: str
     severity: str  # "critical", "warning" or "note"
     heads: tuple[Place, ...]  # (layer, head)
     text: str
+    action: str = ""  # what to do; an empty string where `text` says so
 
-    @property
-    def action(self) -> str:
-        """What to do about it; an empty string where `text` says so."""
-        return ACTIONS.get(self.kind, "")
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.text}" + (f". To do: {self.action}." if self.action else "")
 
     def to_json(self) -> dict:
         """Returns the alarm as a line of the log holds it."""
@@ -98,8 +99,11 @@ class AlarmRules:
         self._head_counts: dict[tuple[str, str], int] = {}  # heads in the alarms so far, by kind and severity
         self.is_suspicious = False  # is a head over a limit that has not been reported?
 
-    def add(self, step: int, rows: Sequence[dict], flags: Flags) -> list[Alarm]:
-        """Returns the new alarms after one more sample: a dict per head (see `head_rows`), and what findings say."""
+    def add(self, step: int, rows: Sequence[dict], flags: Flags, is_clipped: bool = False) -> list[Alarm]:
+        """Returns the new alarms after one more sample: a dict per head (see `head_rows`), and what findings say.
+
+        is_clipped: True if QK-clip is in use, so that actions do not suggest it.
+        """
         for event in self._events(step, rows, flags):
             if event[:3] not in self._raised:
                 self._raised.add(event[:3])
@@ -109,11 +113,15 @@ class AlarmRules:
         self.is_suspicious = bool(over - reported)
         new = []
         for (kind, severity), events in list(self._waiting.items()):
+            if kind == "rising":
+                events = [event for event in events if ("exploding logits", "critical", event[2]) not in self._raised]
             before = self._head_counts.get((kind, severity), 0)
-            if len(events) >= before:
+            if events and len(events) >= before:
                 self._head_counts[kind, severity] = before + len(events)
                 del self._waiting[kind, severity]
-                new.append(Alarm(step, kind, severity, tuple(place for _, _, place, *_ in events), _describe(events)))
+                places = tuple(place for _, _, place, *_ in events)
+                action = ACTIONS.get(kind, "").replace(CLIP, CLIP_LOWER if is_clipped else CLIP)
+                new.append(Alarm(step, kind, severity, places, _describe(events), action))
         return new
 
     def _events(self, step: int, rows: Sequence[dict], flags: Flags) -> Iterator[Event]:
@@ -133,13 +141,13 @@ class AlarmRules:
                 if streaks[place] >= needed:
                     text = f"{kind} in each of the last {needed} samples ({describe(found[place])})"
                     yield kind, severity, place, found[place], text
-        positional = flags.get("positional", {})
+        exempt = {"falling": flags.get("positional", {}), "rising": flags.get("bounded", {})}
         for row in rows:
             place = row["layer"], row["head"]
             numbers = self._numbers.setdefault(place, deque(maxlen=SAMPLES))
             numbers.append((row["step"], row["max_logit"], row["entropy_ratio"]))
             for kind, text in find_trends(numbers):
-                if kind != "falling" or place not in positional:
+                if place not in exempt[kind]:
                     yield kind, "warning", place, row["max_logit" if kind == "rising" else "entropy_ratio"], text
 
     def _judge(self, kind: str, step: int) -> tuple[str, int]:

@@ -41,7 +41,7 @@ MEANS = {  # column -> the count that weights it
     "gate": "gate_rows",
 }
 NORMS = ("q_norm", "k_norm", "v_norm")
-FLAGS = ("exploding logits", "collapsed", "dying gradient", "scale off", "dead", "diffuse", "positional")
+FLAGS = ("exploding logits", "collapsed", "dying gradient", "scale off", "dead", "diffuse", "positional", "bounded")
 COLUMNS = (*COUNTS, "max_logit", *MEANS, *FLAGS, "not_finite")
 AT = {name: column for column, name in enumerate(COLUMNS)}
 READ = tuple(name for name in MEANS if name in ROW)  # columns that are means of a reading

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import regard
+from regard._core.options import is_real
 from regard.health.capture.call import Call
 from regard.health.capture.interception import running_frame, uncaptured
 from regard.health.findings import collapsed, dead, diffuse, dying_gradient, exploding_logits, scale_off
@@ -39,6 +40,7 @@ class TimedRecorder(Recorder):
     def __init__(self, sequences: int | None = None) -> None:
         super().__init__(sequences=sequences)
         self.step, self.seconds = 0, 0.0  # that is measured; what opening and closing its interception took
+        self.bounded: set[str] = set()  # layers whose soft cap keeps logits within the limit
         self._calls: list[tuple[Moment, Moment]] = []  # where observing a call began and ended
         self._own: list[tuple[Moment, Moment]] = []  # the same of what the model runs within
         self._postponed: list[PostponedCall] = []
@@ -62,6 +64,9 @@ class TimedRecorder(Recorder):
         waits = self._can_wait(call, name)
         device = None if waits else call.q.device  # a copy takes no time on a GPU that is worth an event
         self._is_on_gpu |= call.q.is_cuda
+        cap, t = call.options.get("softcap"), call.options.get("temperature")
+        if cap is not None and (t is None or is_real(t)) and cap / (t or 1.0) <= LOGIT_LIMIT:
+            self.bounded.add(name)
 
         def run_model() -> Tensor:
             nonlocal model_failed

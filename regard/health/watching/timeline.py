@@ -109,10 +109,11 @@ def _list_alarms(log: Log) -> str:
     rows = "".join(
         f'<tr class="{escape(alarm["severity"])}"><td>{alarm["step"]}</td>'
         f'<td><span class="pill {escape(alarm["severity"])}">{escape(alarm["severity"])}</span></td>'
-        f"<td>{escape(alarm['alarm'])}</td><td>{escape(alarm['text'])}</td></tr>"
+        f"<td>{escape(alarm['alarm'])}</td><td>{escape(alarm['text'])}</td>"
+        f"<td>{escape(alarm.get('action', ''))}</td></tr>"
         for alarm in log.alarms
     )
-    head = "<tr><th>step</th><th>severity</th><th>alarm</th><th>what was seen</th></tr>"
+    head = "<tr><th>step</th><th>severity</th><th>alarm</th><th>what was seen</th><th>what to do</th></tr>"
     return f'<h2>Alarms</h2><div class="scroll"><table>{head}{rows}</table></div>'
 
 

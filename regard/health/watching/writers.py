@@ -90,7 +90,8 @@ class TensorBoard(Writer):
 
     def write_alarm(self, alarm: dict) -> None:
         if hasattr(self.log, "add_text"):
-            self.log.add_text("attention/alarms", alarm["text"], alarm["step"])
+            text = ". To do: ".join(part for part in (alarm["text"], alarm["action"]) if part)
+            self.log.add_text("attention/alarms", text, alarm["step"])
 
 
 class DictWriter(Writer):

@@ -164,8 +164,8 @@ def equal_bits(right: set[Case]) -> list[str]:
     return [
         "## Equal bits",
         "",
-        f"Three runs of {same + len(differ)} calls under `torch.use_deterministic_algorithms(True)`: {same} equal to the "
-        f"bit; not equal: {', '.join(differ) or 'none'}.",
+        f"Three runs of {same + len(differ)} calls under `torch.use_deterministic_algorithms(True)`: {same} equal to "
+        f"the bit; not equal: {', '.join(differ) or 'none'}.",
         "",
     ]
 

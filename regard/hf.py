@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import regard
 from regard import normalizers
+from regard._core.mask.varlen import recall
 from regard.health.capture.documents import document_mask, documents_of_positions
 from regard.mask import Mask
 
@@ -133,11 +134,15 @@ def _mask_of_documents(kwargs: dict, batch: int, queries: int, keys: int, causal
     cu_q, cu_k, window = (kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "sliding_window"))
     if batch != 1:
         return None
+    longest = kwargs.get("max_length_k")
     if cu_q is None or cu_k is None:
-        cu_q = cu_k = _documents(kwargs.get("position_ids")) if causal and queries == keys else None
+        cu_q, longest = _documents(kwargs.get("position_ids")) if causal and queries == keys else (None, None)
+        cu_k = cu_q
     if cu_q is None or cu_k is None:
         return None
-    return document_mask(cu_q, cu_k, queries, keys, causal, (window - 1 if window and causal else None, None))
+    longest = longest if isinstance(longest, int) else None
+    options = queries, keys, causal, (window - 1 if window and causal else None, None), longest
+    return recall((cu_q, cu_k), options, lambda: document_mask(cu_q, cu_k, *options))
 
 
 def _hide(mask: Tensor, visible: Tensor) -> Tensor:
@@ -145,17 +150,23 @@ def _hide(mask: Tensor, visible: Tensor) -> Tensor:
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
 
 
-_DOCUMENTS = WeakIdKeyDictionary()  # position_ids -> (version, cu_seqlens): read once for the layers of a forward
+_DOCUMENTS = WeakIdKeyDictionary()  # position_ids -> (version, found): read once for the layers of a forward
 
 
-def _documents(position_ids: Tensor | None) -> Tensor | None:
+def _documents(position_ids: Tensor | None) -> tuple[Tensor | None, int | None]:
+    """Returns cu_seqlens and the tokens of the longest document, None if positions do not start anew."""
     if position_ids is None or torch.compiler.is_compiling():  # values cannot be read there
-        return None
+        return None, None
+
+    def find() -> tuple[Tensor | None, int | None]:
+        cu = documents_of_positions(position_ids)
+        return cu, None if cu is None else int(cu.diff().max())
+
     if position_ids.is_inference():  # no version tells whether it was changed
-        return documents_of_positions(position_ids)
+        return find()
     known = _DOCUMENTS.get(position_ids)
     if known is None or known[0] != position_ids._version:
-        known = _DOCUMENTS[position_ids] = position_ids._version, documents_of_positions(position_ids)
+        known = _DOCUMENTS[position_ids] = position_ids._version, find()
     return known[1]
 
 

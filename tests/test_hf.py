@@ -119,6 +119,18 @@ def test_packed_documents_make_no_dense_mask(monkeypatch):
         assert other(tokens(1, 17), position_ids=places).last_hidden_state.isfinite().all()
 
 
+def test_the_layers_share_the_mask_of_packed_documents(monkeypatch):
+    made = []
+    make = regard.hf.document_mask
+    monkeypatch.setattr(regard.hf, "document_mask", lambda *given: made.append(make(*given)) or made[-1])
+    _, other = pair("llama")
+    places = torch.cat([torch.arange(n) for n in (4, 7, 8)])[None]
+    with torch.no_grad():
+        other(tokens(1, 19), position_ids=places)
+    assert other.config.num_hidden_layers > 1 and len(made) == 1
+    assert made[0].parts[0].reach == (7, 0)
+
+
 def test_a_position_tensor_that_changes_is_read_again():
     own, other = pair("llama")
     ids, places = tokens(1, 8), torch.arange(8)[None].clone()

@@ -172,6 +172,7 @@ class Intervals:
 
     lo: Tensor
     hi: Tensor
+    reach: Reach = (None, None)
 
     def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
         for name, x in (("lo", self.lo), ("hi", self.hi)):
@@ -209,10 +210,7 @@ class Packed:
         lo, hi = cu_k[document], cu_k[document + 1]
         position = lo + i - cu_q[document]
         right = 0 if causal and (right is None or right > 0) else right
-        reach: Reach = (None, None)
-        if cu_q is cu_k:  # query i stands beside key i
-            furthest, _ = reach_of(longest)
-            reach = least(left, furthest), least(right, furthest)
+        reach = reach_of(longest, left, right) if cu_q is cu_k else (None, None)
         if left is None and right is None:
             return cls(lo, hi, position, reach)
         position = position + (hi - lo) - (cu_q[document + 1] - cu_q[document])
@@ -295,17 +293,26 @@ def least(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def reach_of(longest: int | None) -> Reach:
-    """Return how far a query sees to both sides if no document has more than `longest` tokens."""
+def reach_of(longest: int | None, left: int | None = None, right: int | None = None) -> Reach:
+    """Return how far a query sees within a window if no document has more than `longest` tokens."""
     furthest = None if longest is None else max(longest - 1, 0)
-    return furthest, furthest
+    return least(left, furthest), least(right, furthest)
 
 
-def find_longest(cu_seqlens: Tensor) -> int | None:
-    """Return the length of the longest document; None if only a wait for a GPU would tell."""
-    if has_no_values(cu_seqlens) or cu_seqlens.device.type != "cpu":
+def find_longest(cu_seqlens: Tensor, promised: object = None) -> int | None:
+    """Return the length of the longest document; on a GPU, where its values would take a wait, what is `promised`.
+
+    A promise that is too small ends in a CUDA error.
+    """
+    if has_no_values(cu_seqlens) or len(cu_seqlens) < 2:
         return None
-    return int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+    if cu_seqlens.device.type == "cpu":
+        return int(cu_seqlens.diff().max())
+    if not isinstance(promised, int):
+        return None
+    is_kept = (cu_seqlens.diff() <= promised).all()
+    torch._assert_async(is_kept, f"the longest document has more tokens than the maximum that was given, {promised}")
+    return promised
 
 
 def document_of(cu_seqlens: Tensor, tokens: int) -> Tensor:

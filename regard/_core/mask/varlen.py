@@ -14,7 +14,7 @@ from regard._core.attention import attention
 from regard._core.mask.parts import Packed, check_cu_seqlens, check_side, find_longest
 from regard._core.ops.backends import is_plain_eager
 from regard._core.options import Temperature, Wanted
-from regard._core.readable import has_no_values, readable
+from regard._core.readable import readable
 from regard._core.rows.validation import fits
 from regard.mask import Mask
 from regard.normalizers import Choice
@@ -115,7 +115,7 @@ def attention_varlen(
         raise ValueError(f"cu_seqlens_k must be given where k has other tokens ({len(k)}) than q ({len(q)})")
     _check_gate(gate, (*q.shape[:2], v.shape[2]))
     ends = (cu_seqlens_q,) if cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
-    promised = int(max_seqlen_k) if isinstance(max_seqlen_k, numbers.Integral) else None
+    promised = max_seqlen_k if isinstance(max_seqlen_k, int) else None
     options = len(q), len(k), q.device, causal, *_check_window_size(window_size), promised
     mask = recall(ends, options, lambda: _make_mask(ends[0], ends[-1], *options))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -153,13 +153,9 @@ def _make_mask(
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must have as many documents, got {len(cu_q) - 1} and {len(cu_k) - 1}"
         )
-    longest = find_longest(cu_k)
-    if longest is None and promised is not None and not has_no_values(cu_k):
-        torch._assert_async((cu_k.diff() <= promised).all(), "max_seqlen_k is smaller than the longest document")
-        longest = promised
     where_q = cu_q.to(device)
     where_k = where_q if ends_k is ends_q else cu_k.to(device)
-    return Mask((Packed.of(where_q, where_k, queries, causal, left, right, longest),))
+    return Mask((Packed.of(where_q, where_k, queries, causal, left, right, find_longest(cu_k, promised)),))
 
 
 def _check_gate(gate: Tensor | None, shape: tuple[int, int, int]) -> None:

@@ -258,3 +258,14 @@ def test_backward_of_a_key_bias(options, hidden, monkeypatch):
     monkeypatch.setattr(stored_ds, "torch", attention.torch)
     p = add_key_bias(make_problem(None, 3, dict(stats=(), **options, **MANY)), hidden)
     check_backward(p, "stored ds")
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(causal=True, left=300)], ids=["causal", "window"])
+def test_backward_of_a_steep_key_bias(options, monkeypatch):
+    """Forgetting gates add up: exp(bias) overflows, and queries beyond the last must not meet it."""
+    monkeypatch.setattr(stored_ds, "torch", attention.torch)
+    p = make_problem(None, 3, dict(stats=(), **options, **MANY))
+    b, h, m, n = *p.q.shape[:3], p.k.shape[2]
+    assert m % 64
+    bias = 0.3 * torch.arange(n, device="cuda").float() + torch.zeros(b, h, 1, n, device="cuda")
+    check_backward(replace(p, bias=bias.expand(b, h, m, n)), "stored ds")

@@ -89,8 +89,12 @@ def _find_score_obstacle(p: Problem) -> str | None:
 
 
 def needs_spans(p: Problem) -> bool:
-    """True if the Gluon kernel takes a call's visible keys from `spans`."""
-    return p.key_lengths is not None or p.reach[0] is not None or forward_needs_spans(p)
+    """True if the Gluon kernel takes a call's visible keys from `spans`.
+
+    So it does with a bias per key where a tile has queries beyond the last, whose weights exp(bias) may be infinite.
+    """
+    has_large_weights = p.bias is not None and p.q.shape[-2] % hopper.ROWS != 0
+    return has_large_weights or p.key_lengths is not None or p.reach[0] is not None or forward_needs_spans(p)
 
 
 def find_band(p: Problem) -> int | None:

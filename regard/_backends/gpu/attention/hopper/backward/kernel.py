@@ -6,8 +6,8 @@
                 dv += p·do, ds of p and dp
                 ds → shared memory → scratch                                 from which `backward_product` makes dq
 
-Queries beyond the last are loaded as zeros, and so is their row state: p = 1, or exp(bias), which has to be finite; but
-do = 0, dp = 0 and δ = 0.
+Queries beyond the last are loaded as zeros, and so is their row state: p = 1, but do = 0, dp = 0 and δ = 0. With a bias
+per key, whose p may be infinite, `spans` hide them; a bias by relative position has to leave exp(bias) finite.
 
 With intervals of keys (`spans`) a block of keys visits the query tiles from the first to the last that see one of them,
 and masks all but one run of tiles that see every key of the block.

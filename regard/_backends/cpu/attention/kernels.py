@@ -91,9 +91,7 @@ def part_kernel(normalizer: Normalizer, precision: str) -> Callable:
 @cache_by_normalizer
 def tangent_kernel(normalizer: Normalizer, precision: str) -> Callable:
     """The kernel that turns logits and their tangents into weights and theirs."""
-    from_logits = getattr(normalizer, "slope_of_weight", None) is None
-    template = tangent_rows.tangent_from_logits if from_logits else tangent_rows.tangent_from_weights
-    return template_kernel(normalizer, precision, template)
+    return template_kernel(normalizer, precision, tangent_rows.write_tangents)
 
 
 def template_kernel(normalizer: Normalizer, precision: str, template: FunctionType, **flags: Any) -> Callable:

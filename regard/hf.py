@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import regard
 from regard import normalizers
 from regard._core.mask.varlen import recall
+from regard.health.capture.call import hide
 from regard.health.capture.documents import document_mask, documents_of_positions
 from regard.mask import Mask
 
@@ -100,13 +101,13 @@ def attention_forward(
     mask = attention_mask if attention_mask is None or attention_mask.shape[-1] <= keys else attention_mask[..., :keys]
     documents = _mask_of_documents(kwargs, query.shape[0], queries, keys, ordered)
     if mask is not None and documents is not None:
-        mask, documents = _hide(mask, documents.dense(queries, keys)), None
+        mask, documents = hide(mask, ~documents.dense(queries, keys)), None
     causal = ordered and mask is None and documents is None
     if mask is not None and mask.is_floating_point():
         mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
     if position_bias is not None:
         bias = position_bias[..., :keys]
-        mask = bias if mask is None else _hide(bias, mask) if mask.dtype == torch.bool else bias + mask
+        mask = bias if mask is None else hide(bias, ~mask) if mask.dtype == torch.bool else bias + mask
     visible = mask if documents is None else documents if mask is None else (documents, mask)
     sink = s_aux if s_aux is not None and normalizers.get(normalizer).softmax_family else None
     output = regard.attention(
@@ -143,11 +144,6 @@ def _mask_of_documents(kwargs: dict, batch: int, queries: int, keys: int, causal
     longest = longest if isinstance(longest, int) else None
     options = queries, keys, causal, (window - 1 if window and causal else None, None), longest
     return recall((cu_q, cu_k), options, lambda: document_mask(cu_q, cu_k, *options))
-
-
-def _hide(mask: Tensor, visible: Tensor) -> Tensor:
-    """Returns a mask, bool or additive, that hides what is not visible."""
-    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
 
 
 _DOCUMENTS = WeakIdKeyDictionary()  # position_ids -> (version, found): read once for the layers of a forward

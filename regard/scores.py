@@ -11,6 +11,7 @@ import math
 import numbers
 import sys
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +33,23 @@ def resolve_scale(scale: float | str | Tensor | None, head_dim: int) -> float | 
         return SCALES[scale](head_dim)
     if isinstance(scale, Tensor):
         return scale
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+    if not is_real(scale):
         raise TypeError(f"scale must be None, a number, a word or a tensor, got {type(scale).__name__}")
     if not is_finite(scale):
         raise ValueError(f"scale must be finite, got {scale!r}")
     if abs(scale) > 1e20:
         raise ValueError(f"scale must lie within ±1e+20, got {float(scale):g}")
     return float(scale)
+
+
+def is_real(x: Any) -> bool:
+    """True for a real number that is no bool."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def is_positive(x: Any) -> bool:
+    """True for a real number that is above 0, and finite, in float64."""
+    return is_real(x) and is_finite(x) and float(x) > 0
 
 
 def is_finite(number: float) -> bool:

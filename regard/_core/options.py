@@ -21,7 +21,7 @@ from regard.bias import Bias
 from regard.mask import Mask
 from regard.normalizers import Choice
 from regard.score_function import ScoreFunction
-from regard.scores import is_finite
+from regard.scores import is_finite, is_real
 
 LARGEST = 1e20  # of a temperature, a soft cap and their inverses: logits then stay within float32
 
@@ -172,11 +172,6 @@ def check_score_mod(score_mod: Any, softcap: float | None) -> tuple[float | None
         raise ValueError("softcap and score_mod both change the scores before the bias; give one of them")
     cap = check_softcap(score_mod.softcap)
     return cap, score_mod if cap is None else None
-
-
-def is_real(x: Any) -> bool:
-    """True for a real number that is no bool."""
-    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def check_range(number: float, name: str) -> None:

@@ -338,7 +338,7 @@ def name_model(model: nn.Module) -> str:
     return name.rstrip("/").rsplit("/", 1)[-1] or type(model).__name__
 
 
-def count_batches(batches: Iterable[Any], label: str = "examine") -> Iterator[Any]:
+def count_batches(batches: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches; write `examine: 3 of 8 batches, 2 s` to standard error, over itself each time.
 
     >>> from regard.health.examine import count_batches
@@ -350,7 +350,7 @@ def count_batches(batches: Iterable[Any], label: str = "examine") -> Iterator[An
     try:
         for done, batch in enumerate(batches):
             seconds = time.monotonic() - started
-            print(f"\r{label}: {done}{total} batches, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+            print(f"\rexamine: {done}{total} batches, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
             yield batch
     finally:
-        print(f"\r{label}: done, {time.monotonic() - started:.0f} s".ljust(48), file=sys.stderr, flush=True)
+        print(f"\rexamine: done, {time.monotonic() - started:.0f} s".ljust(48), file=sys.stderr, flush=True)

@@ -49,9 +49,9 @@ class Figure:
         end = text.index(">") + 1
         return f"{text[:end]}<title>{escape(self.alt)}</title>{text[end:]}"
 
-    def img(self, width: int = 320, height: int = 210) -> str:
+    def img(self) -> str:
         """Return a self-contained HTML image with `alt` as its text alternative."""
-        text = self.svg(width, height)
+        text = self.svg()
         across, down = (float(re.findall(rf'<svg[^>]*? {side}="([\d.]+)"', text)[0]) for side in ("width", "height"))
         data = base64.b64encode(text.encode()).decode()
         size = f'width="{across:.0f}" height="{down:.0f}"'

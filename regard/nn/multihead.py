@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from regard.nn import additive, torch_weights, validation
 from regard.nn.learned_parameter import LearnedParameter
 from regard.nn.visibility import Visibility, pack_documents
 from regard.score_function import ScoreFunction
-from regard.scores import is_finite
+from regard.scores import is_positive, is_real
 from regard.temperature import named
 
 
@@ -341,8 +340,8 @@ def _make_temperature(temperature: Any, heads: int, head_dim: int, place: dict) 
         return temperature
     if isinstance(temperature, str):
         return named(temperature, heads, head_dim, **place)
-    if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
+    if not is_real(temperature):
         raise ValueError(f"temperature must be None, a number, a word or a policy, got {temperature!r}")
-    if not (is_finite(temperature) and float(temperature) > 0):
+    if not is_positive(temperature):
         raise ValueError(f"temperature must be a positive, finite number, got {temperature!r}")
     return float(temperature)

@@ -109,7 +109,7 @@ class Choice:
 
     @property
     def is_shift_invariant(self) -> bool:
-        """True if a number added to all scores of a row changes no weight."""
+        """True if a number added to all scores of a row changes no weight: softmax and the threshold maps."""
         return self.family == "threshold" or (self.softmax_family and self.sums_to == "1")
 
     @property

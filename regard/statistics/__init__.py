@@ -1,4 +1,4 @@
-"""Statistics of rows of weights: definitions, the state that merges over key splits, and its merge laws.
+"""Statistics of rows of weights: definitions, and the sums that they are finished from.
 
 A row has logits s_j over its visible keys and weights p_j = u_j / Z; p̄ = p / Σp. Everything below is finished from
 a `State` of sums. The maximum is kept out of the sums (`ties` counts how often it occurs), so that a nearly one-hot

@@ -1,9 +1,9 @@
-"""Sums over the keys of a row, the law by which those of two parts merge, and what they say of the row."""
+"""Sums over the keys of a row, and the statistics that follow from them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from regard.statistics.terms import Terms
 
 @dataclass
 class State:
-    """Sums over the visible keys of one part of a row, in the shift of that part; each field has shape (…, 1).
+    """Sums over the visible keys of a row, in the row's shift; each field has shape (…, 1).
 
-    Sums marked ' leave out the keys at the part's maximal logit. `shift` is m or τ. Parts of one row may have
-    different shifts m; their τ must be the same (it belongs to the whole row).
+    Sums marked ' leave out the keys at the row's maximal logit. `shift` is m or τ.
     """
 
     n: Tensor  # visible keys
@@ -39,12 +38,10 @@ class State:
     support: Tensor  # keys with u > 0, the maximum included
 
     @classmethod
-    def of(cls, scores, visible, choice, shift, rows=None, keys=None, theta=None) -> State:
-        """The state of a part: scores (…, n), the row's shift (…, 1), positions of its row i and keys j."""
+    def of(cls, scores, visible, choice, shift, rows, theta=None) -> State:
+        """The state of rows: scores (…, n), the rows' shift (…, 1), their positions `rows` (…, 1)."""
         terms = Terms(choice, theta)
-        keys = torch.arange(scores.shape[-1], device=scores.device) if keys is None else keys
-        keys = keys.to(scores.dtype).expand(scores.shape)
-        rows = torch.zeros_like(scores[..., :1]) if rows is None else rows
+        keys = torch.arange(scores.shape[-1], device=scores.device, dtype=scores.dtype).expand(scores.shape)
         hidden = scores.masked_fill(~visible, -math.inf)
 
         def total(x, where=visible):
@@ -79,55 +76,8 @@ class State:
             support=total(terms.weighs(s, u).to(s.dtype) if choice.sparse else torch.ones_like(s)),
         )
 
-    def merge(self, other: State, choice, theta=None) -> State:
-        """The state of both parts together. Commutative; associative up to rounding."""
-        terms = Terms(choice, theta)
-        top = torch.maximum(self.top, other.top)
-        shift = self.shift
-        if choice.family == "ratio":  # a part without keys has no say
-            shift = torch.maximum(self.shift, other.shift)
-            shift = torch.where(self.n == 0, other.shift, torch.where(other.n == 0, self.shift, shift))
-        parts = [part._moved(top, shift, terms) for part in (self, other)]
-        a, b = parts
-        n = a.n + b.n
-        weight = b.n / n.clamp_min(1)
-        gap = b.mean - a.mean
-        sooner = (b.n > 0) & ((a.n == 0) | (b.first < a.first))
-        merged = {field.name: getattr(a, field.name) + getattr(b, field.name) for field in fields(State)}
-        merged.update(
-            top=top,
-            shift=shift,
-            mean=a.mean + gap * weight,
-            m2=a.m2 + b.m2 + gap * gap * a.n * weight,
-            first=torch.where(sooner, b.first, a.first),
-            first_u=torch.where(sooner, b.first_u, a.first_u),
-        )
-        return State(**merged)
-
-    def _moved(self, top: Tensor, shift: Tensor, terms: Terms) -> State:
-        """The state of the same keys relative to another shift, with another maximum left out."""
-        changes = {}
-        if terms.family == "ratio":
-            offset = (self.shift - shift).masked_fill(self.n == 0, 0.0)
-            r = torch.exp(offset)
-            changes["log_u"] = r * (self.log_u + offset * self.u)
-            for name, power in dict(u=1, v=1, first_u=1, distance=1, slope=1, square=2, cross=2).items():
-                changes[name] = getattr(self, name) * r**power
-        state = State(**{**self.__dict__, **changes, "shift": shift})
-        safe_top = torch.where(self.top == -math.inf, torch.zeros_like(self.top), self.top)
-        folded = state.ties * ((self.top < top) & (self.n > 0))  # the old maximum joins the sums
-        u, v, du, cross = terms(safe_top, shift)
-        fall = torch.where(self.n > 0, torch.exp(safe_top - torch.where(top == -math.inf, safe_top, top)), 0.0)
-        additions = dict(u=u, v=v, log_u=_xlogx(u), square=u * u, slope=du, cross=cross)
-        for name, term in additions.items():
-            setattr(state, name, getattr(state, name) + torch.where(folded > 0, folded * term, 0.0))
-        state.lse = state.lse * fall + torch.where(folded > 0, folded * fall, 0.0)
-        state.ties = state.ties - folded
-        state.top = top
-        return state
-
     def finish(self, choice, sink: Tensor | None = None, theta=None) -> dict[str, Tensor]:
-        """Every statistic of the table, each of shape (…), from the state of the whole row."""
+        """Every statistic of the table, each of shape (…), from the state of the row."""
         terms = Terms(choice, theta)
         none = self.n == 0
         top = torch.where(none, torch.zeros_like(self.top), self.top)

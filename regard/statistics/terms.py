@@ -61,7 +61,7 @@ class Terms:
 
 
 def solve_shift(scores: Tensor, visible: Tensor, choice, theta=None) -> Tensor:
-    """Solve the shift m (ratio) or τ (threshold) of whole rows, (…, 1), which their parts share.
+    """Solve the shift m (ratio) or τ (threshold) of rows, (…, 1).
 
     Threshold maps are solved in (α−1)·s. Pointwise maps need nothing (0).
     """

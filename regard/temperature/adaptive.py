@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from regard.scores import is_real
 from regard.temperature.rows import Rows
 
 
@@ -48,8 +48,7 @@ class Adaptive(nn.Module):
             raise TypeError(f"fit must be 'refit', 'published' or a sequence of numbers, got {fit!r}") from None
         if not self.coefficients or not all(map(math.isfinite, self.coefficients)):
             raise ValueError(f"fit must hold at least one finite coefficient, got {fit!r}")
-        number = isinstance(floor, numbers.Real) and not isinstance(floor, bool)
-        if not (number and 0 <= floor < math.inf):
+        if not (is_real(floor) and 0 <= floor < math.inf):
             raise ValueError(f"floor must be an entropy ≥ 0, got {floor!r}")
         self.floor = float(floor)
 

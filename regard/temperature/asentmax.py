@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from regard.scores import is_real
 from regard.temperature.rows import Rows, check_queries, check_sizes
 
 
@@ -48,7 +49,7 @@ class ASEntmax(nn.Module):
         super().__init__()
         check_sizes(heads=heads, head_dim=head_dim)
         for name, number in (("delta", delta), ("exponent", exponent)):
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+            if not (is_real(number) and 0 <= number < math.inf):
                 raise ValueError(f"{name} must be a finite number ≥ 0, got {number!r}")
         self.delta, self.exponent = float(delta), float(exponent)
         self.beta_weight = nn.Parameter(torch.zeros(heads, head_dim, device=device, dtype=dtype))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 from torch import Tensor, nn
 
-from regard.scores import is_finite
+from regard.scores import is_positive
 from regard.temperature.rows import Rows
 
 
@@ -23,8 +21,7 @@ class Fixed(nn.Module):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not (number and is_finite(value) and float(value) > 0):
+        if not is_positive(value):
             raise ValueError(f"value must be a positive, finite number, got {value!r}")
         self.value = float(value)
 

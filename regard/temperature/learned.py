@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
 
 import torch
 from torch import Tensor, nn
 
-from regard.scores import is_finite
+from regard.scores import is_positive
 from regard.temperature.rows import Rows, check_sizes
 
 LARGEST = 87.0  # of |θ|: T stays finite and positive in float32
@@ -37,8 +36,7 @@ class Learned(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(heads=heads)
-        number = isinstance(begin, numbers.Real) and not isinstance(begin, bool)
-        if not (number and is_finite(begin) and float(begin) > 0):
+        if not is_positive(begin):
             raise ValueError(f"begin must be a positive, finite number, got {begin!r}")
         self.log_temperature = nn.Parameter(torch.full((heads,), math.log(begin), device=device, dtype=dtype))
 

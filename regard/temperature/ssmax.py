@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard._core.readable import has_no_values
-from regard.scores import is_finite
+from regard.scores import is_positive
 from regard.temperature.rows import Rows
 
 SMALLEST = 1e-3  # of |s|: T stays finite and positive
@@ -39,7 +39,7 @@ class SSMax(nn.Module):
         super().__init__()
         if isinstance(s, bool) or not isinstance(s, Tensor | numbers.Real):
             raise TypeError(f"s must be a positive number or a tensor of them, one per head, got {s!r}")
-        known = isinstance(s, Tensor) or (is_finite(s) and float(s) > 0)  # a meta tensor has no value to check
+        known = isinstance(s, Tensor) or is_positive(s)  # a meta tensor has no value to check
         value = torch.as_tensor(s if known else math.nan, dtype=torch.float32)
         positive = known and (has_no_values(value) or bool(((value > 0) & value.isfinite()).all()))
         if value.ndim > 1 or not positive:

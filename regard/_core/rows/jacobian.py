@@ -17,12 +17,7 @@ from regard import normalizers
 from regard._core import ops
 from regard._core.dtypes import widen
 from regard._core.rows.execute import is_transformed, widen_near_softmax
-from regard._core.rows.temperature_limits import (
-    is_shift_invariant,
-    scale_scores,
-    subtract_max,
-    temperature_limit,
-)
+from regard._core.rows.temperature_limits import scale_scores, subtract_max, temperature_limit
 from regard._core.rows.validation import check_device, check_scores, check_temperature, choose_rows_backend
 from regard.statistics import Terms, solve_shift
 
@@ -68,7 +63,7 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
 
 def _closed_form(z: Tensor, normalizer: str, t: float) -> Tensor:
     choice, wide = normalizers.get(normalizer), widen(z)
-    s = (subtract_max(wide)[0] if is_shift_invariant(choice) else wide) / t  # a quotient rounds by the score
+    s = (subtract_max(wide)[0] if choice.is_shift_invariant else wide) / t  # a quotient rounds by the score
     seen = s != -math.inf
     terms, y = Terms(choice), s.masked_fill(~seen, 0.0)
     if choice.family == "ratio":
@@ -87,7 +82,7 @@ def _closed_form(z: Tensor, normalizer: str, t: float) -> Tensor:
         b, c = a, a / a.sum(-1, keepdim=True).clamp_min(1e-300)
     poisoned = (s.isnan() | (s == math.inf)).any(-1, keepdim=True)[..., None]
     full = -c[..., :, None] * b[..., None, :]
-    if is_shift_invariant(choice):  # columns sum to 0: the diagonal of a nearly one-hot row need not cancel
+    if choice.is_shift_invariant:  # columns sum to 0: the diagonal of a nearly one-hot row need not cancel
         full = full.masked_fill(torch.eye(z.shape[-1], dtype=torch.bool, device=z.device), 0.0)
         a = -full.sum(-2)
     return ((full + torch.diag_embed(a)) / t).masked_fill(poisoned, math.nan).to(z.dtype)

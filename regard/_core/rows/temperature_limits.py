@@ -66,7 +66,7 @@ def subtract_max(z: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tens
 def scale_scores(z: Tensor, choice: Choice, scale: float | Tensor) -> Tensor:
     """scale·z for the reference, which takes no scale: from the row's maximum on where the map is shift-invariant."""
     most = torch.finfo(z.dtype).max
-    wide = subtract_max(z)[0] if z.shape[-1] and is_shift_invariant(choice) else z
+    wide = subtract_max(z)[0] if z.shape[-1] and choice.is_shift_invariant else z
     return torch.where(z.abs() < math.inf, (wide * scale).clamp(-most, most), z * scale)
 
 
@@ -76,7 +76,7 @@ def _divide_rows(z: Tensor, choice: Choice, theta: Any, t: Tensor, visible: Tens
         return rows(z, 1.0)
     cold, hot = t == 0.0, t == math.inf
     regular = ~(cold | hot)
-    if is_shift_invariant(choice):
+    if choice.is_shift_invariant:
         wide, _ = subtract_max(z.to(accumulator(z.dtype)), visible)
     else:
         wide = widen(z)
@@ -98,8 +98,3 @@ def with_zero_gradient(p: Tensor, x: Tensor) -> Tensor:
     if not (x.requires_grad and torch.is_grad_enabled()):
         return p
     return p + (0.0 * x.masked_fill(~(x.abs() < math.inf), 0.0)).to(p.dtype)
-
-
-def is_shift_invariant(choice: Choice) -> bool:
-    """True if a number added to all scores changes no weight: softmax and the threshold maps."""
-    return choice.family == "threshold" or (choice.softmax_family and choice.shift == "max")

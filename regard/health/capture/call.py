@@ -201,6 +201,11 @@ def select_rows(mask: Tensor | None, rows: Tensor) -> Tensor | None:
     return mask.index_select(-2, rows)
 
 
+def hide(mask: Tensor, hidden: Tensor) -> Tensor:
+    """Returns a mask, bool or additive, that hides these keys too."""
+    return mask & ~hidden if mask.dtype == torch.bool else torch.where(hidden, -math.inf, mask)
+
+
 def clean_mask(mask: Tensor | None) -> Tensor | None:
     """Returns a mask as regard takes it: bool where it only hides, else additive with −inf for what is hidden.
 

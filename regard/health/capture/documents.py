@@ -8,7 +8,7 @@ sees keys j of its own document with p_i − left ≤ j − cu_k[d] ≤ p_i + ri
 import torch
 from torch import Tensor
 
-from regard._core.mask.parts import Intervals, find_longest, reach_of
+from regard._core.mask.parts import Intervals, Packed, find_longest, reach_of
 from regard.mask import Mask
 
 
@@ -29,20 +29,11 @@ def document_mask(
     """
     is_one = cu_q is cu_k
     cu_q, cu_k = cu_q.long(), cu_k.to(cu_q.device).long()
-    used = cu_k.diff()
-    token = torch.arange(queries, device=cu_q.device)
-    document = torch.searchsorted(cu_q[1:].contiguous(), token, right=True)
-    is_in_one = document < len(used)
-    document = document.clamp(max=len(used) - 1)
-    lo = cu_k[document]
-    hi = lo + torch.where(is_in_one, used[document], 0)
-    position = lo + token - cu_q[document] + (used - cu_q.diff())[document]
-    left, right = window
-    right = 0 if causal and (right is None or right > 0) else right
-    lo = lo if left is None else torch.maximum(lo, position - left)
-    hi = hi if right is None else torch.minimum(hi, position + right + 1)
-    reach = reach_of(find_longest(cu_k, longest), left, right) if is_one else (None, None)
-    return Mask((Intervals(lo.clamp(0, keys), hi.clamp(0, keys), reach),))
+    limits = find_longest(cu_k, longest), window[0], 0 if causal else window[1]
+    reach = reach_of(*limits) if is_one else (None, None)
+    cu_q = torch.cat([cu_q, cu_q[-1:].clamp_min(queries)])  # tokens past the last end: a document without keys
+    packed = Packed.of(cu_q, torch.cat([cu_k, cu_k[-1:]]), queries, causal, *window)
+    return Mask((Intervals(packed.lo.clamp(0, keys), packed.hi.clamp(0, keys), reach),))
 
 
 def documents_of_positions(position_ids: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.capture.call import Call, clean_mask, merge_mask_and_bias
+from regard.health.capture.call import Call, clean_mask, hide, merge_mask_and_bias
 from regard.health.capture.documents import document_mask
 from regard.health.capture.interception import interceptions_of, route_result, running_module, without_mode
 
@@ -104,9 +104,7 @@ def _arrange(fused: FusedCall) -> Layout:
     if (causal or fused.window != (None, None)) and queries != keys and not fused.at_first_key:
         end_q, end_k = (torch.tensor([0, n], device=fused.q.device) for n in (queries, keys))
         order = document_mask(end_q, end_k, queries, keys, causal, fused.window).dense(queries, keys)[None, None]
-        if mask is not None:
-            order = mask & order if mask.dtype == torch.bool else mask.masked_fill(~order, -torch.inf)
-        mask, causal = order, False
+        mask, causal = order if mask is None else hide(mask, ~order), False
     elif fused.window != (None, None):
         options["window"] = fused.window
     if mask is not None:

@@ -7,7 +7,6 @@ function goes to `handwritten.py`, which follows attention that is written out.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from regard._core.execute import dense_attention
 from regard._core.gate import apply_gate
 from regard._core.problem import TENSORS, Problem, unflatten
-from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, select_rows
+from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, hide, select_rows
 from regard.health.capture.handwritten import Follower, is_ordinary
 from regard.health.capture.interception import SDPA, STATE, interceptions_of, report_gate, route, running_module
 from regard.masks import resolve_causal_bias
@@ -132,11 +131,6 @@ def _capture_sdpa(
 
 def zero_rows(o: Tensor, empty: Tensor | None) -> Tensor:
     return o if empty is None else o.masked_fill(empty, 0.0)
-
-
-def hide(mask: Tensor, hidden: Tensor) -> Tensor:
-    """Returns a mask, bool or additive, that hides these keys too."""
-    return mask & ~hidden if mask.dtype == torch.bool else torch.where(hidden, -math.inf, mask)
 
 
 def _mask_as_four_dims(mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -194,10 +194,6 @@ class Spreads(Mapping):
         """Returns the mean of a statistic without making its `Spread`."""
         return self._numbers[1][ROW[name]][self._head]
 
-    def quantile(self, name: str, share: float) -> float:
-        """Returns a quantile of a statistic: see `Spread.quantile`."""
-        return self[name].quantile(share)
-
     def max(self, name: str) -> float:
         return self._numbers[4][ROW[name]][self._head]
 

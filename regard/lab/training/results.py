@@ -141,9 +141,9 @@ def draw_training(result: dict, variants: Mapping[str, str], metric: str, title:
     return Figure("bands", "step", title, lines, alt=f"{title} over training, at the end: {ends}.", log=log)
 
 
-def final_bands(result: dict, variants: Mapping[float, str], metric: str | None = None) -> tuple[list[float], ...]:
-    """Return (x, low, mean, high) of a metric's last values, x → variant, for a figure of bands over seeds."""
-    found = {x: result["summary"].get(v, {}).get(metric or result["metric"]) for x, v in variants.items()}
+def final_bands(result: dict, variants: Mapping[float, str]) -> tuple[list[float], ...]:
+    """Return (x, low, mean, high) of the metric's last values, x → variant, for a figure of bands over seeds."""
+    found = {x: result["summary"].get(v, {}).get(result["metric"]) for x, v in variants.items()}
     found = {x: estimate for x, estimate in found.items() if estimate}
     return list(found), *([estimate[side] for estimate in found.values()] for side in ("low", "mean", "high"))
 

@@ -1,8 +1,4 @@
-"""Backward row kernels: s ← p and dp ← ds = a·dp − b·δ in place, for each row of a block; δ = Σ c·dp.
-
-Where the slopes follow from the weights, the weights are written first and the logits need not be kept. Gradients of
-statistics and of the temperature, and normalisers without that property, need the logits to the end.
-"""
+"""Backward row kernels: s ← p and dp ← ds = a·dp − b·δ in place, for each row of a block; δ = Σ c·dp."""
 
 from __future__ import annotations
 
@@ -23,42 +19,7 @@ from regard._backends.cpu.jit.compile import prim, real, tile
 from regard._backends.cpu.threshold_solver import refine_threshold
 
 
-def backward_from_weights(s, dp, geometry, parameter, shift, z, delta, dtheta):
-    """s ← p and dp ← a·(dp − δ), where the slope a = b follows from the weight; dtheta ← Σ h·dp − δ·Σh."""
-    for r in range(s.shape[0]):
-        theta = parameter_of(parameter, r)
-        _, first, last = visible_columns(geometry, r, s.shape[1])
-        zero_unseen(s[r], first, last)
-        zero_unseen(dp[r], first, last)
-        x, g = s[r, first:last], dp[r, first:last]
-        inverse = finite_inverse(z[r])
-        m, c = tile.row_shift(x, shift[r], theta)
-        extra = inverse if tile.is_ratio else theta
-        total, own, by_own = np.float64(0.0), np.float64(0.0), np.float64(0.0)
-        for start in range(0, len(x), CHUNK):
-            chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
-            part, own_, by_own_ = real(0.0), real(0.0), real(0.0)
-            for j in range(len(chunk)):
-                u = prim.where(chunk[j] == real(-math.inf), 0.0, tile.weight(chunk[j], m, c, theta))
-                p = u * ratio_factor(inverse)
-                part = prim.accumulate(part, delta_factor_of_weight(p, extra) * dchunk[j])
-                if tile.theta_gradient:
-                    h = tile.parameter_slope(p, theta)
-                    own_ = prim.accumulate(own_, h)
-                    by_own_ = prim.accumulate(by_own_, h * dchunk[j])
-                chunk[j] = p
-            total += part
-            own += own_
-            by_own += by_own_
-        mean = finish_delta(total, inverse)
-        delta[r] = mean
-        if tile.theta_gradient:
-            dtheta[r] = by_own - mean * own
-        for j in range(len(x)):
-            g[j] = tile.slope_of_weight(x[j], extra) * (g[j] - mean)
-
-
-def backward_from_logits(s, dp, geometry, parameter, shift, z, delta, dtheta, stat_gradients, ds_dot_s):
+def backward_whole(s, dp, geometry, parameter, shift, z, delta, dtheta, stat_gradients, ds_dot_s):
     """s ← p and dp ← a·dp − b·δ + the gradients of the statistics; ds_dot_s = Σ ds·s.
 
     stat_gradients [3, rows]: of logit_variance, logsumexp and entropy.
@@ -76,7 +37,7 @@ def backward_from_logits(s, dp, geometry, parameter, shift, z, delta, dtheta, st
             chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
             part, own_, by_own_ = real(0.0), real(0.0), real(0.0)
             for j in range(len(chunk)):
-                factor = delta_factor_of_logit(chunk[j], m, c, theta, inverse)
+                factor = delta_factor(chunk[j], m, c, theta, inverse)
                 part = prim.accumulate(part, prim.where(chunk[j] == real(-math.inf), 0.0, factor) * dchunk[j])
                 if tile.theta_gradient:
                     p = prim.where(chunk[j] == real(-math.inf), 0.0, tile.weight(chunk[j], m, c, theta))
@@ -190,17 +151,8 @@ def ratio_factor(inverse):
     return real(1.0)
 
 
-def delta_factor_of_weight(p, extra):
+def delta_factor(y, m, c, theta, inverse):
     """c_j of δ = Σ c_j·dp_j, before the division by Σg′ for threshold normalisers."""
-    if tile.is_ratio:
-        return p
-    if tile.is_coupled:
-        return tile.slope_of_weight(p, extra)
-    return real(0.0)
-
-
-def delta_factor_of_logit(y, m, c, theta, inverse):
-    """c_j of δ = Σ c_j·dp_j from the logit, before the division by Σg′ for threshold normalisers."""
     if tile.is_ratio:
         return tile.weight(y, m, c, theta) * inverse
     if tile.is_coupled:

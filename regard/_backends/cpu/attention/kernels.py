@@ -35,8 +35,7 @@ REQUIRED_SUMS = dict(  # statistic -> the sums it takes beside those that are al
 )
 FLAGS = ("sums_logits", "sums_weights", "sums_distance", "sums_exponentials")
 OWN = (
-    "numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "slope_of_weight",
-    "parameter_slope",
+    "numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "parameter_slope",
 )  # fmt: skip
 NO_SINK = np.array([-np.inf])
 MAX_LANES = 16  # of a vector, in any precision
@@ -73,13 +72,10 @@ def finish_kernel(normalizer: Normalizer, stats: tuple[str, ...]) -> tuple[Calla
 
 
 @cache_by_normalizer
-def backward_kernel(
-    normalizer: Normalizer, precision: str, from_logits: bool, stat_gradients: bool, theta_gradient: bool
-) -> Callable:
-    """The backward kernel; `from_logits` keeps the logits to the end, as the statistics' gradients need."""
-    template = backward_rows.backward_from_logits if from_logits else backward_rows.backward_from_weights
+def backward_kernel(normalizer: Normalizer, precision: str, stat_gradients: bool, theta_gradient: bool) -> Callable:
+    """The backward kernel of whole rows, with the gradients of statistics and of a parameter per row if asked for."""
     flags = dict(stat_gradients=stat_gradients, theta_gradient=theta_gradient)
-    return template_kernel(normalizer, precision, template, **flags)
+    return template_kernel(normalizer, precision, backward_rows.backward_whole, **flags)
 
 
 @cache_by_normalizer
@@ -91,9 +87,7 @@ def part_kernel(normalizer: Normalizer, precision: str) -> Callable:
 @cache_by_normalizer
 def tangent_kernel(normalizer: Normalizer, precision: str) -> Callable:
     """The kernel that turns logits and their tangents into weights and theirs."""
-    from_logits = getattr(normalizer, "slope_of_weight", None) is None
-    template = tangent_rows.tangent_from_logits if from_logits else tangent_rows.tangent_from_weights
-    return template_kernel(normalizer, precision, template)
+    return template_kernel(normalizer, precision, tangent_rows.write_tangents)
 
 
 def template_kernel(normalizer: Normalizer, precision: str, template: FunctionType, **flags: Any) -> Callable:

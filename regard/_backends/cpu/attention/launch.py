@@ -205,8 +205,7 @@ class BackwardRows:
         wide, shape = problem.accumulator, problem.q.shape[:3]
         given = [upstream.stats.get(name) for name in DIFFERENTIABLE]
         has_stats = problem.choice.softmax_family and any(g is not None and bool(g.any()) for g in given)
-        self.from_logits = has_stats or upstream.temperature or problem.choice.slope_of_weight is None
-        options = precision_of(wide), self.from_logits, has_stats, upstream.theta and problem.theta is not None
+        options = precision_of(wide), has_stats, upstream.theta and problem.theta is not None
         self.kernel = kernels.backward_kernel(problem.choice.normalizer, *options)
         self.delta, self.ds_dot_s, self.dtheta = torch.zeros((3, *shape), dtype=wide)
         zero = torch.zeros((), dtype=wide).expand(shape)
@@ -216,15 +215,13 @@ class BackwardRows:
     def __call__(self, block: Block, s: Tensor, dp: Tensor) -> None:
         """s ← p, dp ← ds."""
         delta, ds_dot_s, dtheta = (block.row_output(x) for x in (self.delta, self.ds_dot_s, self.dtheta))
-        arrays = [block.row_array(self.forward.shift), block.row_array(self.forward.z), delta, dtheta]
-        if self.from_logits:
-            arrays += [block.row_array(self.stat_gradients), ds_dot_s]
-        theta = parameter_array(self.problem, block)
-        self.kernel(block.as_matrix(s), block.as_matrix(dp), block.geometry, theta, *arrays)
+        theta, given = parameter_array(self.problem, block), block.row_array(self.stat_gradients)
+        state = block.row_array(self.forward.shift), block.row_array(self.forward.z)
+        matrices = block.as_matrix(s), block.as_matrix(dp)
+        self.kernel(*matrices, block.geometry, theta, *state, delta, dtheta, given, ds_dot_s)
         block.store_rows(self.delta, delta)
         block.store_rows(self.dtheta, dtheta)
-        if self.from_logits:
-            block.store_rows(self.ds_dot_s, ds_dot_s)
+        block.store_rows(self.ds_dot_s, ds_dot_s)
 
     def sink_gradient(self) -> Tensor:
         """The sink's weight p_sink = exp(sink − m)/Z takes from all others: −p_sink·Σ p·dp. It also joins logsumexp."""

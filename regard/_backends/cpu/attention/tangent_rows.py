@@ -16,39 +16,8 @@ from regard._backends.cpu.attention.forward_rows import CHUNK, finite_inverse, v
 from regard._backends.cpu.jit.compile import prim, real, tile
 
 
-def tangent_from_weights(s, ds, geometry, parameter, shift, z):
-    """s ← p and ds ← p′, where the slope a = b follows from the weight."""
-    theta = real(parameter)
-    for r in range(s.shape[0]):
-        _, first, last = visible_columns(geometry, r, s.shape[1])
-        zero_unseen(s[r], first, last)
-        zero_unseen(ds[r], first, last)
-        x, g = s[r, first:last], ds[r, first:last]
-        inverse = finite_inverse(z[r])
-        m, c = tile.row_shift(x, shift[r], theta)
-        extra = inverse if tile.is_ratio else theta
-        total = np.float64(0.0)
-        for start in range(0, len(x), CHUNK):
-            chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
-            part = real(0.0)
-            for j in range(len(chunk)):
-                hidden = chunk[j] == real(-math.inf)
-                p = prim.where(hidden, 0.0, tile.weight(chunk[j], m, c, theta) * ratio_factor(inverse))
-                moved = prim.where(hidden, 0.0, dchunk[j])
-                part = prim.accumulate(part, tile.slope_of_weight(p, extra) * moved)
-                chunk[j] = p
-                dchunk[j] = moved
-            total += part
-        beta = real(0.0)
-        if tile.is_coupled:
-            beta = finish_delta(total, inverse)
-        for j in range(len(x)):
-            rise = tile.slope_of_weight(x[j], extra)
-            g[j] = rise * g[j] - fall_of(x[j], rise) * beta
-
-
-def tangent_from_logits(s, ds, geometry, parameter, shift, z):
-    """s ← p and ds ← p′."""
+def write_tangents(s, ds, geometry, parameter, shift, z):
+    """s ← p and ds ← p′, from the logits and their tangents."""
     theta = real(parameter)
     for r in range(s.shape[0]):
         _, first, last = visible_columns(geometry, r, s.shape[1])

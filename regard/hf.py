@@ -141,7 +141,7 @@ def _mask_of_documents(kwargs: dict, batch: int, queries: int, keys: int, causal
         cu_k = cu_q
     if cu_q is None or cu_k is None:
         return None
-    longest = longest if isinstance(longest, int) else None
+    longest = longest if type(longest) is int else None
     options = queries, keys, causal, (window - 1 if window and causal else None, None), longest
     return recall((cu_q, cu_k), options, lambda: document_mask(cu_q, cu_k, *options))
 

@@ -44,7 +44,6 @@ from regard._core.mask.parts import (
     as_integers,
     check_cu_seqlens,
     check_side,
-    reach_of,
     runs,
     shape_of,
 )
@@ -117,10 +116,10 @@ class Mask:
         if cu_seqlens is not None:
             cu = check_cu_seqlens(cu_seqlens, "cu_seqlens")
             if has_no_values(cu):
-                return cls((Cumulative(cu, None, (None, None)),))
-            ends = cu.tolist()
+                return cls((Cumulative(cu, None, None, None),))
+            ends, version = cu.tolist(), None if cu.is_inference() else cu._version
             longest = max((b - a for a, b in itertools.pairwise(ends)), default=0)
-            return cls((Cumulative(cu, ends[-1], reach_of(longest)),))
+            return cls((Cumulative(cu, ends[-1], longest, version),))
         assert ids is not None
         ids = as_integers(ids, "ids")
         if ids.ndim not in (1, 2):

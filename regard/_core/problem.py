@@ -80,6 +80,12 @@ class Problem:
         return self.left, right
 
     @property
+    def span(self) -> int:
+        """The largest number of keys that a row may see, as far as the host knows."""
+        (left, right), keys = self.reach, self.k.shape[-2]
+        return keys if left is None or right is None else min(keys, left + right + 1)
+
+    @property
     def accumulator(self) -> torch.dtype:
         """The dtype of sums and row states."""
         return accumulator(self.q.dtype)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import regard
 from regard import Mask, normalizers
+from regard._core.mask import visible
 from regard._core.mask.visible import Visible, resolve_mask
 from regard._core.plans import plans
 
@@ -209,27 +211,64 @@ def test_refused(what):
         call(draw()[0].detach())
 
 
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    {
-        "cu_seqlens": (lambda: Mask.documents([0, 300, 1000, 1100, 2000]), (1024, 1024)),
-        "causal": (lambda: Mask.documents([0, 300, 1000, 1100, 2000]) & Mask.causal(), (1024, 0)),
-        "ids": (lambda: Mask.documents(ids=torch.arange(2000)[None] // 130), (256, 256)),
-        "one document": (lambda: Mask.documents([0, 2000]), (None, None)),
-        "single tokens": (lambda: Mask.documents(ids=torch.arange(2000)), (0, 0)),
-        "chunks": (lambda: Mask.chunks(129), (128, 128)),
-        "a narrower window": (lambda: Mask.chunks(500) & Mask.window(100, None), (100, 512)),
-        "not known": (lambda: Mask.intervals(torch.zeros(2000).long(), torch.ones(2000).long()), (None, None)),
-    }.values(),
-)
+REACH = {
+    "cu_seqlens": (lambda: Mask.documents([0, 300, 1000, 1100, 2000]), (1024, 1024)),
+    "causal": (lambda: Mask.documents([0, 300, 1000, 1100, 2000]) & Mask.causal(), (1024, 0)),
+    "ids": (lambda: Mask.documents(ids=torch.arange(2000)[None] // torch.tensor([[130], [700]])), (768, 768)),
+    "one document": (lambda: Mask.documents([0, 2000]), (None, None)),
+    "single tokens": (lambda: Mask.documents(ids=torch.arange(2000)), (0, 0)),
+    "chunks": (lambda: Mask.chunks(129), (128, 128)),
+    "a narrower window": (lambda: Mask.chunks(500) & Mask.window(100, None), (100, 512)),
+    "not known": (lambda: Mask.intervals(torch.zeros(2000).long(), torch.ones(2000).long()), (None, None)),
+}
+
+
+@pytest.mark.parametrize(("mask", "expected"), REACH.values(), ids=REACH)
 def test_masks_whose_reach_is_known_narrow_the_window(mask, expected):
     """Kernels size their scratch by it; few sizes, because calls are recorded for each."""
-    x = torch.empty(1, 1, 2000, 8)
+    x = torch.empty(2, 1, 2000, 8)
     found, _ = resolve_mask(mask(), Visible(), x, 2000, 2000, False)
     assert (found.left, 0 if found.causal else found.right) == expected and found.interval is not None
-    lo, hi, _ = found.interval[:, 0, 0].long()
+    lo, hi, _ = found.interval[:, :, 0].long()
     i, (left, right) = torch.arange(2000), expected
     hi = torch.minimum(hi, i + 1) if found.causal else hi
     seen = lo < hi
     assert left is None or "window" in repr(mask()) or bool((i - lo <= left)[seen].all())
     assert right is None or bool((hi - 1 - i <= right)[seen].all())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_within_the_window_that_their_reach_allows(name, monkeypatch):
+    """The masks above have few keys, for which the window would be rounded up to none."""
+    monkeypatch.setattr(visible, "_round_up", lambda side, keys: side)
+    q, k, v = draw()
+    for options in (dict(), dict(is_causal=True), dict(window=(3, 2))):
+        options |= dict(enable_gqa=True, return_stats=True)
+        out, stats = regard.attention(q, k, v, MASKS[name], **options)
+        dense = regard.attention(q, k, v, MASKS[name].dense(N, N), **options)
+        torch.testing.assert_close(out, dense[0])
+        torch.testing.assert_close(stats.visible_keys, dense[1].visible_keys)
+
+
+def test_a_mask_follows_cu_seqlens_that_change_in_place():
+    ends = torch.tensor([0, 200, 400, 600, 800, 1024])
+    mask = Mask.documents(ends)
+    x = torch.randn(1, 1, 1024, 8)
+    regard.attention(x, x, x, mask)
+    ends[1:5] = 1024
+    torch.testing.assert_close(regard.attention(x, x, x, mask), regard.attention(x, x, x))
+
+
+def test_documents_of_any_length_are_compiled_once():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def attend(x, mask):
+        return regard.attention(x, x, x, mask)
+
+    x = torch.randn(1, 1, 1024, 8)
+    for longest in (300, 500, 700):
+        mask = Mask.documents([0, longest, 1024])
+        torch.testing.assert_close(attend(x, mask), regard.attention(x, x, x, mask))
+    assert counter.frame_count == 1

@@ -118,8 +118,8 @@ def test_the_longest_document_is_known_where_queries_and_keys_share_it():
         made = varlen._make_mask(ends, ends, 2000, 2000, torch.device("cpu"), causal, None, None, None)
         reach[causal] = made.parts[0].reach
     assert reach == {False: (899, 899), True: (899, 0)}
-    made = varlen._make_mask(ends, other, 2000, 2001, torch.device("cpu"), True, None, None, None)
-    assert made.parts[0].reach == (None, None)
+    made = varlen._make_mask(ends, other, 2000, 2001, torch.device("cpu"), True, None, None, 10)
+    assert made.parts[0].reach == (None, None)  # and a promise that nobody uses is not looked at
     x = torch.randn(2000, 2, 8)
     whole = regard.attention_varlen(x, x, x, ends, causal=True)
     for begin, end in itertools.pairwise(ends):

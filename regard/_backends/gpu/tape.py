@@ -138,7 +138,7 @@ def _share_memory(steps: list[Step], result: tuple) -> tuple[dict[int, int], int
 
 
 def _find_last_uses(steps: list[Step], kept: set[int]) -> list[list[int]]:
-    """Per step the slots, but those kept, that no later step uses."""
+    """Return, for each step, the slots that no later step uses, except `kept`."""
     seen, found = set(kept), []
     for step in reversed(steps):
         plain, described = _slots_of(step.arguments)
@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import its compiler, which takes seconds, to keep it out of what runs here."""
+        """Return False, because True makes torch import its compiler, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -279,6 +279,8 @@ def run(key: Hashable, inputs: Sequence[Tensor | None], compute: Callable[[], tu
     if type(tape) is Tape:
         return tape.replay(inputs)
     if tape is None or launcher.recorder() is not None or torch._C._len_torch_dispatch_stack():
+        return compute()
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:  # the compiler would trace the recorder
         return compute()
     if tape is UNSEEN:  # the first call compiles, the second is recorded
         if len(_tapes) >= MAX_TAPES:

@@ -136,9 +136,18 @@ class Documents:
 class Cumulative:
     """Query i sees the keys of its own document, which begin and end at cu_seqlens."""
 
-    cu_seqlens: Tensor  # [documents + 1]
+    cu_seqlens: Tensor  # [documents + 1], the user's own
     tokens: int | None  # None where values cannot be read, as in torch.compile
-    reach: Reach
+    longest: int | None
+    version: int | None  # of cu_seqlens when `longest` was found; None: torch does not count them
+
+    @property
+    def reach(self) -> Reach:
+        """No limit once cu_seqlens may have changed, in place or between replays of a CUDA graph."""
+        cu = self.cu_seqlens
+        is_captured = cu.is_cuda and torch.cuda.is_current_stream_capturing()
+        is_known = self.version is not None and not is_captured and cu._version == self.version
+        return reach_of(self.longest if is_known else None)
 
     def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
         _check_tokens(keys if self.tokens is None else self.tokens, queries, keys)
@@ -308,7 +317,7 @@ def find_longest(cu_seqlens: Tensor, promised: object = None) -> int | None:
         return None
     if cu_seqlens.device.type == "cpu":
         return int(cu_seqlens.diff().max())
-    if not isinstance(promised, int):
+    if not isinstance(promised, int) or not cu_seqlens.is_cuda:
         return None
     is_kept = (cu_seqlens.diff() <= promised).all()
     torch._assert_async(is_kept, f"the longest document has more tokens than the maximum that was given, {promised}")

@@ -85,8 +85,8 @@ def attention_varlen(
             have length 0.
         cu_seqlens_k: the same of the keys, 0, …, Tk; None: as the queries. On a GPU change both by torch's own in-place
             operations or make new ones: what they mean is kept from layer to layer.
-        max_seqlen_q, max_seqlen_k: the longest document, as flash-attention takes it; not needed. Where `cu_seqlens_k`
-            is `cu_seqlens_q` on a GPU, backward is faster with max_seqlen_k, and one that is too small a CUDA error.
+        max_seqlen_q, max_seqlen_k: the longest document, as flash-attention takes it; not needed. On a GPU, if
+            `cu_seqlens_k` is `cu_seqlens_q`, backward is faster with max_seqlen_k; too small a number is a CUDA error.
         softmax_scale, scale: the factor of q·k, None for 1/√D; `scale` also takes the words and tensors of `attention`.
         causal: query i of a document of m queries and n keys sees its keys ≤ i + n − m, aligned at the bottom right.
         window_size: (left, right) keys around i + n − m that are visible; −1 for no limit.
@@ -115,7 +115,7 @@ def attention_varlen(
         raise ValueError(f"cu_seqlens_k must be given where k has other tokens ({len(k)}) than q ({len(q)})")
     _check_gate(gate, (*q.shape[:2], v.shape[2]))
     ends = (cu_seqlens_q,) if cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
-    promised = max_seqlen_k if isinstance(max_seqlen_k, int) else None
+    promised = max_seqlen_k if type(max_seqlen_k) is int else None
     options = len(q), len(k), q.device, causal, *_check_window_size(window_size), promised
     mask = recall(ends, options, lambda: _make_mask(ends[0], ends[-1], *options))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -155,7 +155,8 @@ def _make_mask(
         )
     where_q = cu_q.to(device)
     where_k = where_q if ends_k is ends_q else cu_k.to(device)
-    return Mask((Packed.of(where_q, where_k, queries, causal, left, right, find_longest(cu_k, promised)),))
+    longest = find_longest(cu_k, promised) if ends_k is ends_q else None
+    return Mask((Packed.of(where_q, where_k, queries, causal, left, right, longest),))
 
 
 def _check_gate(gate: Tensor | None, shape: tuple[int, int, int]) -> None:

@@ -60,7 +60,7 @@ def resolve_mask(
             rest.append(part)
         else:
             found = folded
-    for part in rest:
+    for part in () if torch.compiler.is_compiling() else rest:  # the compiler would guard on every length
         left, right = getattr(part, "reach", (None, None))
         found = found.with_window(_round_up(left, keys), _round_up(right, keys), keys)
     position = find_positions(mask, queries, keys, device)
@@ -99,7 +99,7 @@ def _fold_part(found: Visible, part: Part, queries: int, keys: int) -> Visible |
 
 
 def _round_up(side: int | None, keys: int) -> int | None:
-    """Return one of a few sides that are not smaller: calls are recorded for each, and documents come in any length."""
+    """Return a side rounded up to one of a few sizes, because calls of each size are recorded by themselves."""
     if not side:
         return side
     step = max(128, (1 << side.bit_length()) // 8)

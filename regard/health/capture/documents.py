@@ -29,8 +29,7 @@ def document_mask(
     """
     is_one = cu_q is cu_k
     cu_q, cu_k = cu_q.long(), cu_k.to(cu_q.device).long()
-    limits = find_longest(cu_k, longest), window[0], 0 if causal else window[1]
-    reach = reach_of(*limits) if is_one else (None, None)
+    reach = reach_of(find_longest(cu_k, longest), window[0], 0 if causal else window[1]) if is_one else (None, None)
     cu_q = torch.cat([cu_q, cu_q[-1:].clamp_min(queries)])  # tokens past the last end: a document without keys
     packed = Packed.of(cu_q, torch.cat([cu_k, cu_k[-1:]]), queries, causal, *window)
     return Mask((Intervals(packed.lo.clamp(0, keys), packed.hi.clamp(0, keys), reach),))

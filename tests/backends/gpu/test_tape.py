@@ -137,7 +137,7 @@ def test_large_memory_is_free_while_a_call_is_recorded(monkeypatch):
 
 
 def test_recording_does_not_import_torchs_compiler():
-    """The second call of a kind is recorded: an import of seconds would be a riddle there."""
+    """The second call of a kind is recorded: an import of seconds would surprise users."""
     code = """
 import sys, torch
 from regard._backends.gpu import tape

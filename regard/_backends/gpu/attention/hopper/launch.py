@@ -45,7 +45,7 @@ FOUR_STAGES = {64: (128, 1, 2, 4, 240)}
 THREE_GROUPS = {64: (128, 1, 3, 3, 160)}
 SPLIT_TILES = {64: (128, 4, 3, 3, 160)}
 MAX_PERSISTENT_KEYS = 6144
-MAX_EARLY_KEYS = 1024  # beyond, computing the next block's scores early takes registers and gains nothing
+MAX_EARLY_KEYS = 2047  # from 2048 on, computing the next block's scores early gains nothing
 MIN_FIXED_SHIFT_SCORES = 2**29
 SHORT_ROWS = {64: 2048, 128: 1024}  # most keys for ONE_GROUP, by head width: with statistics,
 SHORT_PLAIN_ROWS = {64: 1024, 128: 1024}  # and without
@@ -189,7 +189,7 @@ def make_config(p: Problem) -> ForwardConfig:
         DIAGONAL_FIRST=diagonal_first,
         RAGGED=diagonal_first and (p.k.shape[-2] % keys != 0 or p.key_lengths is not None),
         PERSISTENT=programs < blocks,
-        EARLY=programs < blocks and (p.k.shape[-2] <= MAX_EARLY_KEYS or takes_few_keys(p)),
+        EARLY=programs < blocks and may_see_few_keys(p),
         MOMENT_TILES=triton.cdiv(3 * panels.PANEL, keys) if span else 0,
         MOMENT_SPAN=span,
         SLACK=SLACK[p.q.dtype],
@@ -203,9 +203,9 @@ def is_causal(p: Problem) -> bool:
     return p.reach[1] is not None and not needs_spans(p)
 
 
-def takes_few_keys(p: Problem) -> bool:
-    """True if rows may see few of the keys: windows and intervals."""
-    return p.reach[0] is not None or needs_spans(p)
+def may_see_few_keys(p: Problem) -> bool:
+    """True for short rows and narrow windows, and for intervals, because their lengths may not be known here."""
+    return p.span <= MAX_EARLY_KEYS or p.interval is not None
 
 
 def has_fixed_shift(p: Problem) -> bool:

@@ -70,8 +70,8 @@ def supports(p: Problem, direction: str) -> str | None:
         least = LEAST_KEYS["wide backward" if max(d, e) > 128 else "backward"]
     else:
         least = LEAST_KEYS["forward" if p.choice.order and p.interval is None else "forward of powers"]
-    if span(p) < least:
-        return f"{span(p)} visible keys ({least} at least)"
+    if p.span < least:
+        return f"{p.span} visible keys ({least} at least)"
     return find_layout_obstacle(p.q, p.k)
 
 
@@ -80,12 +80,6 @@ def _find_bias_obstacle(p: Problem) -> str | None:
     if p.bias is not None and (p.softcap is not None or not has_key_bias(p)):
         return OPTIONS["bias"]
     return None
-
-
-def span(p: Problem) -> int:
-    """Largest number of keys that a row may see."""
-    (left, right), keys = p.reach, p.k.shape[-2]
-    return keys if left is None or right is None else min(keys, left + right + 1)
 
 
 class CandidateLists:
@@ -143,7 +137,7 @@ def forward(p: Problem, kind, views, o, shift, z, stats, opt: Options, config: C
     )
     q, k, v = views
     blocks = triton.cdiv(p.q.shape[-2], BLOCK) * p.q.shape[0] * p.q.shape[1]
-    stride = 1 if span(p) < LONG["others" if p.choice.order else "powers"] else 2
+    stride = 1 if p.span < LONG["others" if p.choice.order else "powers"] else 2
     constants = plain, CAP - SPARE, stride
     launch(kind, bounds.bound_from_groups, blocks, (q, k, bound, opt), constants, num_warps=8, num_stages=3)
     slope = None

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from regard import masks
 from regard._core.mask.parts import (
+    SHARED,
     STATIC,
     UNLIMITED,
     Bounds,
@@ -172,6 +173,11 @@ class Mask:
     def is_static(self) -> bool:
         """True if no part holds a tensor of the user's: calls with such a mask keep their plan."""
         return all(isinstance(part, STATIC) for part in self.parts)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if all batch entries see the same keys, whatever the values are."""
+        return all(isinstance(part, SHARED) for part in self.parts)
 
     def bounds(self, queries: int, keys: int, device: torch.device) -> Bounds:
         """(lo, hi), each None or ints that broadcast to (B, H, queries); not clipped to 0 … keys."""

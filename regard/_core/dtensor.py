@@ -85,7 +85,7 @@ def _check_mask(attn_mask: Any, sharded: list[int], heads: int) -> None:
     for x in attn_mask if isinstance(attn_mask, (tuple, list)) else (attn_mask,):
         by_head = isinstance(x, Bias) or (isinstance(x, Mask) and any(isinstance(p, Intervals) for p in x.parts))
         by_head = by_head or (isinstance(x, Tensor) and x is not attn_mask)  # one of a pair
-        by_entry = isinstance(x, Mask) and not x.is_static and any(dim != heads for dim in sharded)
+        by_entry = isinstance(x, Mask) and not x.is_shared and any(dim != heads for dim in sharded)
         if (by_head and sharded) or by_entry:
             kind = type(x).__name__
             raise TypeError(f"attn_mask: a {kind} is not cut to a rank's DTensor; pass all as one dense tensor")

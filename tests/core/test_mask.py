@@ -74,6 +74,13 @@ def test_static_masks_keep_their_plan():
         out = regard.attention(q, k, v, mask, normalizer="sparsemax")
         torch.testing.assert_close(out, regard.attention(q, k, v, mask.dense(N, N), normalizer="sparsemax"))
     assert len(plans) == 2
+    ids = torch.arange(N) // 5
+    documents = Mask.documents(ids=ids)
+    ids[:] = 0  # a mask stays what it was made as
+    for mask in (documents & Mask.causal(), documents & Mask.causal(), Mask.documents(ids=torch.arange(N) // 4)):
+        out = regard.attention(q, k, v, mask, normalizer="sparsemax")
+        torch.testing.assert_close(out, regard.attention(q, k, v, mask.dense(N, N), normalizer="sparsemax"))
+    assert len(plans) == 4
     leaf = q.clone().requires_grad_()
     regard.attention(leaf, k, v, Mask.chunks(5), normalizer="sparsemax").sum().backward()
     other = q.clone().requires_grad_()

@@ -235,7 +235,8 @@ class Packed:
 
 
 Part = Causal | Window | Chunks | Lengths | Padding | Documents | Cumulative | Prefix | Intervals | Packed
-STATIC = (Causal, Window, Chunks, Packed)  # parts that stay what they were made as; the others hold tensors of users
+SHARED = (Causal, Window, Chunks, Packed)  # parts that are the same for every batch entry
+STATIC = (*SHARED, Documents)  # parts that stay what they were made as; the others hold tensors of users
 
 
 def _rows(queries: int, keys: int, bottom_right: bool, device: torch.device | None) -> Tensor:

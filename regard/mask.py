@@ -28,8 +28,8 @@ from torch import Tensor
 
 from regard import masks
 from regard._core.mask.parts import (
+    PLANNED,
     SHARED,
-    STATIC,
     UNLIMITED,
     Bounds,
     Causal,
@@ -45,6 +45,7 @@ from regard._core.mask.parts import (
     as_integers,
     check_cu_seqlens,
     check_side,
+    reach_of,
     runs,
     shape_of,
 )
@@ -58,7 +59,8 @@ class Mask:
     """Query i sees the keys lo_i ≤ j < hi_i: parts made by the class methods, combined by `&`.
 
     A mask has no size of its own: it takes that of q and k where it meets them. `attn_mask=` of `regard.attention` and
-    its relatives takes one, alone or as a pair (mask, bias). `dense` gives the bool tensor.
+    its relatives takes one, alone or as a pair (mask, bias). `dense` gives the bool tensor. A mask keeps the numbers
+    that it was made of: after a change of `cu_seqlens` or `lengths` in place make a new one.
     """
 
     parts: tuple[Part, ...] = ()
@@ -117,10 +119,10 @@ class Mask:
         if cu_seqlens is not None:
             cu = check_cu_seqlens(cu_seqlens, "cu_seqlens")
             if has_no_values(cu):
-                return cls((Cumulative(cu, None, None, None),))
-            ends, version = cu.tolist(), None if cu.is_inference() else cu._version
+                return cls((Cumulative(cu, None, (None, None)),))
+            ends = cu.tolist()
             longest = max((b - a for a, b in itertools.pairwise(ends)), default=0)
-            return cls((Cumulative(cu, ends[-1], longest, version),))
+            return cls((Cumulative(cu, ends[-1], reach_of(longest)),))
         assert ids is not None
         ids = as_integers(ids, "ids")
         if ids.ndim not in (1, 2):
@@ -170,9 +172,9 @@ class Mask:
         raise TypeError(f"{what} is no interval of keys for every query; combine the dense masks: {instead}")
 
     @property
-    def is_static(self) -> bool:
-        """True if no part holds a tensor of the user's: calls with such a mask keep their plan."""
-        return all(isinstance(part, STATIC) for part in self.parts)
+    def has_plan(self) -> bool:
+        """True if calls with such a mask keep their plan."""
+        return all(isinstance(part, PLANNED) for part in self.parts)
 
     @property
     def is_shared(self) -> bool:

@@ -97,6 +97,36 @@ def test_documents_packed_by_positions(name, use_cache):
         near(other(ids, position_ids=places, use_cache=use_cache).last_hidden_state, separately(own, ids, lengths))
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_several_rows_of_packed_documents(name, use_cache):
+    own, other = pair(name)
+    rows, ids = ([3, 8, 1, 5], [10, 7]), tokens(2, 17)
+    places = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
+    with torch.no_grad():
+        expected = torch.cat([separately(own, row[None], lengths) for row, lengths in zip(ids, rows, strict=True)])
+        near(other(ids, position_ids=places, use_cache=use_cache).last_hidden_state, expected)
+        ones = torch.ones_like(ids)
+        near(other(ids, position_ids=places, attention_mask=ones).last_hidden_state, expected)
+
+
+ENDS = torch.tensor([0, 3, 11, 17])
+WRONG_ENDS = {
+    "beyond the tokens": (1, dict(cu_seq_lens_q=[0, 3, 18], cu_seq_lens_k=[0, 3, 18]), "17, or before, got 18"),
+    "falling": (1, dict(cu_seq_lens_q=ENDS.flip(0), cu_seq_lens_k=ENDS.flip(0)), "begin with 0 and never fall"),
+    "one of two": (1, dict(cu_seq_lens_q=ENDS), "both be given"),
+    "several rows": (2, dict(cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS), "a batch of 2"),
+    "a maximum too small": (1, dict(cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS, max_length_k=3), "8 tokens, more than"),
+}
+
+
+@pytest.mark.parametrize(("batch", "given", "message"), WRONG_ENDS.values(), ids=WRONG_ENDS)
+def test_wrong_cu_seq_lens_are_refused(batch, given, message):
+    _, other = pair("llama")
+    with pytest.raises(ValueError, match=message):
+        other(tokens(batch, 17), **given)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_documents_packed_by_cu_seq_lens(name):
     own, other = pair(name)

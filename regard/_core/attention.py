@@ -52,7 +52,8 @@ def knows_other_names(function: Function) -> Function:
                 kwargs[ours] = kwargs.pop(theirs)
         for theirs, ours in other_names:
             if theirs in kwargs:
-                raise TypeError(f"{name} has no argument {theirs!r}; it is called {ours!r} here")
+                hint = "=(sliding_window − 1, 0)" if theirs == "sliding_window" else ""
+                raise TypeError(f"{name} has no argument {theirs!r}; it is called {ours!r} here{hint}")
         return function(*args, **kwargs)
 
     return cast(Function, named)

@@ -43,7 +43,7 @@ def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hash
     if not (
         type(q) is type(k) is type(v) is Tensor
         and options.sink is options.key_lengths is options.score_mod is None
-        and (mask is None or (type(mask) is Mask and mask.is_static))
+        and (mask is None or (type(mask) is Mask and mask.has_plan))
         and type(causal) is type(gqa) is bool
         and type(dropout_p) in NUMBER_OR_NONE
         and (type(scale) in NUMBER_OR_NONE or type(scale) is str)

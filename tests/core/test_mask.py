@@ -76,7 +76,7 @@ def test_static_masks_keep_their_plan():
     assert len(plans) == 2
     ids = torch.arange(N) // 5
     documents = Mask.documents(ids=ids)
-    ids[:] = 0  # a mask stays what it was made as
+    ids[:] = 0
     for mask in (documents & Mask.causal(), documents & Mask.causal(), Mask.documents(ids=torch.arange(N) // 4)):
         out = regard.attention(q, k, v, mask, normalizer="sparsemax")
         torch.testing.assert_close(out, regard.attention(q, k, v, mask.dense(N, N), normalizer="sparsemax"))
@@ -257,13 +257,15 @@ def test_masks_within_the_window_that_their_reach_allows(name, monkeypatch):
         torch.testing.assert_close(stats.visible_keys, dense[1].visible_keys)
 
 
-def test_a_mask_follows_cu_seqlens_that_change_in_place():
-    ends = torch.tensor([0, 200, 400, 600, 800, 1024])
-    mask = Mask.documents(ends)
-    x = torch.randn(1, 1, 1024, 8)
-    regard.attention(x, x, x, mask)
-    ends[1:5] = 1024
-    torch.testing.assert_close(regard.attention(x, x, x, mask), regard.attention(x, x, x))
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("make", [Mask.documents, Mask.lengths, Mask.prefix])
+def test_a_mask_keeps_the_numbers_that_it_was_made_of(make, dtype):
+    """Of any dtype: a buffer of int64 is refilled for the next batch as one of int32 is."""
+    given = torch.tensor([0, 5, 8, N], dtype=dtype)
+    mask = make(given)
+    before = mask.dense(N, N)
+    given[1:] = N
+    assert torch.equal(mask.dense(N, N), before) and not torch.equal(make(given).dense(N, N), before)
 
 
 def test_documents_of_any_length_are_compiled_once():

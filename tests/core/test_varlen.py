@@ -111,6 +111,13 @@ def test_layers_share_the_mask_of_their_cu_seqlens_until_it_changes():
         torch.testing.assert_close(regard.attention_varlen(q, k, v, ends, causal=True, normalizer="entmax15"), other)
 
 
+def test_a_maximum_that_is_too_small_is_refused():
+    x = torch.randn(8, 2, 4)
+    regard.attention_varlen(x, x, x, [0, 3, 8], max_seqlen_q=5, max_seqlen_k=5)
+    with pytest.raises(ValueError, match="5 tokens, more than the maximum that was given, 4"):
+        regard.attention_varlen(x, x, x, [0, 3, 8], max_seqlen_q=4, max_seqlen_k=4)
+
+
 def test_the_longest_document_is_known_where_queries_and_keys_share_it():
     ends, other = [0, 300, 1000, 1100, 2000], [0, 300, 1000, 1100, 2001]
     reach = {}

@@ -78,6 +78,14 @@ def test_ranks_clip_by_the_largest_of_all(monkeypatch):
     )
 
 
+def test_the_first_call_says_that_it_begins_to_observe():
+    """`heads=[]` alone would look as if no logit were too large."""
+    model = nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+    assert "observed from now on" in repr(regard.qk_clip(model))
+    model(torch.randn(2, 6, 16))
+    assert "max_logit={'self_attn': [" in repr(regard.qk_clip(model))
+
+
 def test_a_model_without_attention_is_reported():
     model = nn.Linear(4, 4)
     regard.qk_clip(model)

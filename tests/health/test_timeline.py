@@ -35,7 +35,7 @@ def test_the_page_shows_alarms_curves_and_layers(log, capsys):
     assert "step 5, critical: 1.self_attn, head 0: exploding logits" in printed and "6 samples" in printed
     page = log.with_suffix(".html").read_text()
     assert "First alarm at step 5: 1.self_attn, head 0: exploding logits" in page
-    assert "what to do" in page and "regard.qk_clip(model)" in page
+    assert "what to do" in page and "regard.qk_clip(model, 50)" in page
     assert page.count("<polyline") == 8 and "layer_02, step 6: " in page
     assert "<script" not in page and not re.search(r"https?://", page)
     assert page.count('class="hot"') >= 3  # logits beyond 100 in the second layer

@@ -233,7 +233,7 @@ def test_alarms_are_events(tmp_path):
     alarm = next(alarm for alarm in monitor.alarms if alarm.kind == "exploding logits")
     assert (alarm.step, alarm.severity, alarm.heads) == (2, "critical", (("self_attn", 0), ("self_attn", 1)))
     assert events == monitor.alarms
-    assert "regard.qk_clip(model)" in repr(alarm) and str(alarm) in [str(one.message) for one in seen]
+    assert "regard.qk_clip(model, 50)" in repr(alarm) and str(alarm) in [str(one.message) for one in seen]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     found = [(line["alarm"], line["action"]) for line in lines if "alarm" in line]
     assert found == [(alarm.kind, alarm.action) for alarm in events]
@@ -241,7 +241,9 @@ def test_alarms_are_events(tmp_path):
         watched(None, on_alarm="mail")
 
 
-@pytest.mark.parametrize(("log_only", "advice"), [(True, "regard.qk_clip(model)"), (False, "a lower threshold of QK-")])
+@pytest.mark.parametrize(
+    ("log_only", "advice"), [(True, "regard.qk_clip(model, 50)"), (False, "a lower threshold of QK-")]
+)
 def test_an_alarm_does_not_suggest_a_clip_that_is_in_use(log_only, advice):
     model, inside = layer(gain=300.0), []
     clip = regard.QKClip(model, threshold=1e6, log_only=log_only)
@@ -252,7 +254,7 @@ def test_an_alarm_does_not_suggest_a_clip_that_is_in_use(log_only, advice):
             model(torch.randn(2, 24, 16))
     clip.close()
     (alarm,) = [alarm for alarm in inside if alarm.kind == "exploding logits"]
-    assert f"bound the scores with {advice}" in alarm.action
+    assert f"bound the scores with regard.using(model, qk_norm=True), {advice}" in alarm.action
 
 
 def test_a_monitor_prints_what_it_watches():

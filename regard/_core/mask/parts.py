@@ -136,18 +136,9 @@ class Documents:
 class Cumulative:
     """Query i sees the keys of its own document, which begin and end at cu_seqlens."""
 
-    cu_seqlens: Tensor  # [documents + 1], the user's own
+    cu_seqlens: Tensor  # [documents + 1]
     tokens: int | None  # None where values cannot be read, as in torch.compile
-    longest: int | None
-    version: int | None  # of cu_seqlens when `longest` was found; None: torch does not count them
-
-    @property
-    def reach(self) -> Reach:
-        """No limit once cu_seqlens may have changed, in place or between replays of a CUDA graph."""
-        cu = self.cu_seqlens
-        is_captured = cu.is_cuda and torch.cuda.is_current_stream_capturing()
-        is_known = self.version is not None and not is_captured and cu._version == self.version
-        return reach_of(self.longest if is_known else None)
+    reach: Reach
 
     def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
         _check_tokens(keys if self.tokens is None else self.tokens, queries, keys)
@@ -236,7 +227,7 @@ class Packed:
 
 Part = Causal | Window | Chunks | Lengths | Padding | Documents | Cumulative | Prefix | Intervals | Packed
 SHARED = (Causal, Window, Chunks, Packed)  # parts that are the same for every batch entry
-STATIC = (*SHARED, Documents)  # parts that stay what they were made as; the others hold tensors of users
+PLANNED = (*SHARED, Documents, Cumulative)  # parts with which calls keep a plan: they become an interval or a window
 
 
 def _rows(queries: int, keys: int, bottom_right: bool, device: torch.device | None) -> Tensor:
@@ -260,7 +251,7 @@ def check_range(x: Tensor, name: str, keys: int) -> Tensor:
 
 
 def as_integers(x: Tensor | Sequence[int] | int, name: str) -> Tensor:
-    """Return an int64 tensor; raise a TypeError that names the argument if it holds anything else."""
+    """Return a copy as an int64 tensor; raise a TypeError that names the argument if it holds anything else."""
     try:
         x = x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")
     except (TypeError, ValueError, RuntimeError):
@@ -268,7 +259,7 @@ def as_integers(x: Tensor | Sequence[int] | int, name: str) -> Tensor:
     if x.numel() and (x.dtype not in INTEGERS or x.layout != torch.strided):
         came = x.dtype if x.layout == torch.strided else x.layout
         raise TypeError(f"{name} must be ints or a dense tensor of them, got {came}")
-    return x.long()  # uint8 does not hold the sums and limits that it meets
+    return x.to(torch.int64, copy=True)  # uint8 does not hold the sums and limits that it meets
 
 
 def check_side(side: int | None, name: str) -> int | None:
@@ -312,16 +303,19 @@ def reach_of(longest: int | None, left: int | None = None, right: int | None = N
 def find_longest(cu_seqlens: Tensor, promised: object = None) -> int | None:
     """Return the length of the longest document; on a GPU, where its values would take a wait, what is `promised`.
 
-    A promise that is too small ends in a CUDA error.
+    A promise that is too small raises ValueError, and on a GPU a CUDA error.
     """
     if has_no_values(cu_seqlens) or len(cu_seqlens) < 2:
         return None
     if cu_seqlens.device.type == "cpu":
-        return int(cu_seqlens.diff().max())
+        longest = int(cu_seqlens.diff().max())
+        if isinstance(promised, int) and promised < longest:
+            raise ValueError(f"a document has {longest} tokens, more than the maximum that was given, {promised}")
+        return longest
     if not isinstance(promised, int) or not cu_seqlens.is_cuda:
         return None
     is_kept = (cu_seqlens.diff() <= promised).all()
-    torch._assert_async(is_kept, f"the longest document has more tokens than the maximum that was given, {promised}")
+    torch._assert_async(is_kept, f"a document has more tokens than the maximum that was given, {promised}")
     return promised
 
 

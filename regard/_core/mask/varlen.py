@@ -86,7 +86,7 @@ def attention_varlen(
         cu_seqlens_k: the same of the keys, 0, …, Tk; None: as the queries. On a GPU change both by torch's own in-place
             operations or make new ones: what they mean is kept from layer to layer.
         max_seqlen_q, max_seqlen_k: the longest document, as flash-attention takes it; not needed. On a GPU, if
-            `cu_seqlens_k` is `cu_seqlens_q`, backward is faster with max_seqlen_k; too small a number is a CUDA error.
+            `cu_seqlens_k` is `cu_seqlens_q`, backward is faster with max_seqlen_k. Too small a number is an error.
         softmax_scale, scale: the factor of q·k, None for 1/√D; `scale` also takes the words and tensors of `attention`.
         causal: query i of a document of m queries and n keys sees its keys ≤ i + n − m, aligned at the bottom right.
         window_size: (left, right) keys around i + n − m that are visible; −1 for no limit.

@@ -61,7 +61,9 @@ class Clipped:
         return found | {"attention/max_logit": max(tops, default=math.nan), "attention/clipped_heads": len(self.heads)}
 
     def __repr__(self) -> str:
-        return f"Clipped(heads={self.heads}, skipped={self.skipped})"
+        if not self._found and not self.skipped:
+            return "Clipped(nothing: no logits are known yet; they are observed from now on, for the next call)"
+        return f"Clipped(heads={self.heads}, max_logit={self.max_logit}, skipped={self.skipped})"
 
 
 def check_arguments(model: Any, threshold: Any) -> None:

@@ -47,16 +47,17 @@ NUMBERS: dict[str, Callable[[float], str]] = {
 }
 WORSE_BELOW = ("collapsed", "dead", "falling")  # kinds whose worst head has the smallest number
 WIDE = ("collapsed", "dying gradient")
-CLIP, CLIP_LOWER = "regard.qk_clip(model)", "a lower threshold of QK-clip"  # the second where the first is in use
-BOUND = f"{CLIP}, regard.using(model, qk_norm=True) or regard.using(model, softcap=30)"
+CLIP = "regard.qk_clip(model, 50) after every optimizer step"
+CLIP_LOWER = "a lower threshold of QK-clip"  # where one is in use
+BOUND = f"regard.using(model, qk_norm=True), {CLIP}, or regard.using(model, softcap=30)"
 ACTIONS = {  # what to do about each kind
     "exploding logits": f"lower the learning rate, and bound the scores with {BOUND}",
     "rising": f"lower the learning rate, or bound the scores with {BOUND}",
     "collapsed": f"restore an earlier checkpoint, lower the learning rate, and bound the scores with {BOUND}",
     "falling": f"lower the learning rate or warm up longer, and bound the scores with {BOUND}",
     "dying gradient": f"softmax is saturated: lower the learning rate, and bound the scores with {BOUND}",
-    "scale off": "if the weights of q and k have grown, use regard.using(model, qk_norm=True) or clip lower; "
-    "else check that scores are multiplied by 1/√d exactly once",
+    "scale off": f"if the weights of q and k have grown, use regard.using(model, qk_norm=True) or {CLIP}; else check "
+    "that scores are multiplied by 1/√d exactly once",
     "dead": "check its value projection for zeros left by pruning, conversion or weight decay",
     "diffuse": "check that scores are not scaled twice; train on, or try a temperature below 1",
 }

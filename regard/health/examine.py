@@ -224,7 +224,7 @@ def is_function(batch: Any) -> bool:
 
 def as_batches(batches: Any) -> Iterable[Any]:
     """Returns an iterable of batches, where one batch alone may be given; raises TypeError for anything else."""
-    if isinstance(batches, (str, bytes)):
+    if isinstance(batches[0] if isinstance(batches, (list, tuple)) and batches else batches, (str, bytes)):
         raise TypeError("batches must be the model's inputs, got text; tokenize it, or run `regard examine`")
     batches = [batches] if isinstance(batches, (Tensor, Mapping)) or callable(batches) else batches
     if not isinstance(batches, Iterable):

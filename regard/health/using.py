@@ -143,6 +143,10 @@ class using:
         given = {**self.changes, **{name: value for name, value in more.items() if value is not None}}
         return {name: x if isinstance(x, (int, float, str)) else repr(x) for name, x in given.items()}
 
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.describe().items())
+        return f"using({options}): {self.calls} calls so far" + ("" if self._interception else ", restored")
+
     def restore(self) -> None:
         """Restores the model's own attention; a second call does nothing."""
         if self._interception is not None:

@@ -112,6 +112,7 @@ def test_control_c_keeps_what_was_measured():
         (Own(), [], ValueError, "batches is empty"),
         (Own(), 7, TypeError, "batches must be an iterable"),
         (Own(), "a text", TypeError, "got text; tokenize it"),
+        (Own(), ["a text"], TypeError, "got text; tokenize it"),
         ("model", [], TypeError, "model must be a torch.nn.Module"),
     ],
 )

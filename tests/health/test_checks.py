@@ -284,7 +284,7 @@ def test_the_printed_checks_are_plain_lines(trained):
     model, text = trained
     shown = io.StringIO()
     examine(model, text[:1], ablate=2.0).show(shown)
-    assert "\n\nwithout a head the loss gains" in shown.getvalue() and "\\n" not in shown.getvalue()
+    assert "\n\nwithout a head the loss rises by" in shown.getvalue() and "\\n" not in shown.getvalue()
 
 
 def test_a_model_without_a_loss_is_ablated_by_its_output():

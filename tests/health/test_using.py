@@ -28,6 +28,7 @@ def test_a_model_computes_with_the_normaliser_it_is_given():
         other = model(x)
     expected = regard.reference.attention(3 * x, x, x, is_causal=True, normalizer="entmax15", temperature=0.5)[0]
     torch.testing.assert_close(other, expected.float(), rtol=1e-4, atol=1e-5)
+    assert repr(swap) == "using(normalizer='entmax15', temperature=0.5): 1 calls so far, restored"
     assert swap.calls == 1
     assert torch.equal(model(x), own)
 

@@ -238,8 +238,8 @@ def _rows(queries: int, keys: int, bottom_right: bool, device: torch.device | No
 def _check_tokens(tokens: int, queries: int, keys: int) -> None:
     if not queries == keys == tokens:
         raise ValueError(
-            f"Mask.documents is of {tokens} tokens, but q has {queries} and k has {keys}; queries and keys that "
-            "are packed differently go to regard.attention_varlen"
+            f"Mask.documents is of {tokens} tokens, but q has {queries} and k has {keys}; it must cover them all. "
+            "Queries and keys that are packed differently go to regard.attention_varlen"
         )
 
 

@@ -21,7 +21,7 @@ def check(trial: Trial) -> list[Finding]:
     if reading is None:
         raise NotApplicable("the model has no loss on this text; pass loss=, or labels in the batches")
     if reading.unigram is None:
-        raise NotApplicable(f"{reading.kind} has no frequencies to compare with")
+        raise NotApplicable(f"there are no frequencies of tokens to compare the loss with ({reading.kind})")
     if reading.tokens < LEAST_TOKENS:
         raise NotApplicable(f"{reading.tokens} tokens are too few to compare losses; {LEAST_TOKENS} are enough")
     if reading.low <= reading.unigram:

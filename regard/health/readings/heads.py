@@ -35,7 +35,7 @@ class HeadReading:
     scale: float = math.nan  # of the scores, over 1/√d; NaN where it is learned
     can_be_judged: bool = True  # has it enough rows with enough keys?
     twins: tuple[int, ...] = ()  # heads of the same layer with the same distribution, row by row
-    ablation: float = math.nan  # nats that the loss gains without it, or relative change of the output: see `Ablation`
+    ablation: float = math.nan  # nats by which the loss rises without it, or relative change of the output
     gate: float = math.nan  # mean of its output gate σ(g); NaN without one
     gate_near_zero: float = math.nan  # share of the gate's numbers below 0.05
     saved_rows: int | None = None  # of a head that was read from a file

@@ -30,6 +30,8 @@ def read_text(path: str | os.PathLike) -> str:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(f"{str(path)!r} cannot be read: there is no file of that name") from None
+    except IsADirectoryError:
+        raise ValueError(f"{str(path)!r} is a folder; give a file, such as a report's .json") from None
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -58,7 +58,7 @@ def describe_checks(report: Report) -> list[str]:
     lines, ablation = [], report.checks.ablation
     if ablation is not None and ablation.heads:
         most = sorted(ablation.heads.items(), key=lambda item: -item[1])[:ABLATED]
-        unit = "the loss gains" if ablation.unit == "loss" else "the output changes by, relatively,"
+        unit = "the loss rises by" if ablation.unit == "loss" else "the output changes by, relatively,"
         listed = ", ".join(f"{change:.2g} ({index}·{head})" for (index, head), change in most)
         idle = sum(abs(change) <= ablation.small for change in ablation.heads.values())
         left = f"; {count_noun(ablation.missing, 'head')} left out, for time" if ablation.missing else ""

@@ -110,6 +110,39 @@ def test_sequences_mixed():
     assert "sequences mixed" in found(Model("over batch", ""))
 
 
+class Packed(nn.Module):
+    """One causal layer over packed documents, which it keeps apart or not."""
+
+    def __init__(self, apart):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.positions = nn.Embedding(32, 16), nn.Embedding(64, 16)
+        self.project, self.out, self.apart = nn.Linear(16, 48), nn.Linear(16, 32), apart
+
+    def forward(self, input_ids, position_ids):
+        x = self.embedding(input_ids) + self.positions(position_ids)
+        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
+        shown = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        if self.apart:
+            document = (position_ids == 0).cumsum(-1)
+            shown = shown & (document[:, None, :, None] == document[:, None, None, :])
+        o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=shown)
+        return self.out(x + o.transpose(1, 2).flatten(2))
+
+
+def test_documents_mixed():
+    rows = ((20, 1, 19), (9, 31))
+    places = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
+    batch = dict(input_ids=torch.randint(32, (2, 40), generator=torch.Generator().manual_seed(0)), position_ids=places)
+    finding = found(Packed(apart=False), [batch])["documents mixed"]
+    assert finding.severity == "warning" and "regard.Mask.documents" in finding.remedy
+    report = examine(Packed(apart=True), [batch], ablate=False)
+    assert "documents mixed" not in {one.kind for one in report.findings}
+    assert "packed documents do not change one another" in report.checks.done
+    whole = dict(batch, position_ids=torch.arange(40).expand(2, 40))
+    assert "documents mixed" not in found(Packed(apart=False), [whole])
+
+
 def test_random_in_evaluation():
     assert "random in evaluation" in found(Model("", noise=0.1))
 

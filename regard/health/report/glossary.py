@@ -68,6 +68,7 @@ FINDINGS = {
     "collapsed": "Nearly every query puts all its weight on one key.",
     "dead": "The head's output does not depend on where it looks, or nothing reads its output.",
     "diffuse": "The head spreads its weight evenly over all keys: it does not choose.",
+    "documents mixed": "One document of a packed row changes the output of another.",
     "dropout in evaluation": "Weights are dropped at random although the model is in evaluation mode.",
     "duplicate heads": "Two heads of a layer do the same, row by row.",
     "duplicate layers": "Two layers hold the same weights.",

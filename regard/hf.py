@@ -25,7 +25,7 @@ from regard import normalizers
 from regard._core.mask.parts import check_cu_seqlens
 from regard._core.mask.varlen import recall
 from regard.health.capture.call import hide
-from regard.health.capture.documents import document_mask, documents_of_positions
+from regard.health.capture.documents import document_mask, find_starts
 from regard.mask import Mask
 
 try:
@@ -135,24 +135,17 @@ def _mask_of_documents(kwargs: dict, batch: int, queries: int, keys: int, causal
     """Returns the mask of packed documents, by `cu_seq_lens_*` or by positions that start anew; None without any."""
     cu_q, cu_k, window = (kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "sliding_window"))
     limits = window - 1 if window and causal else None, None
-    longest: Any = kwargs.get("max_length_k")
     if cu_q is None and cu_k is None:
-        found = _find_documents(kwargs.get("position_ids"), batch) if causal and queries == keys else None
-        if found is None:
-            return None
-        if isinstance(found, Mask):
-            return found & Mask.causal() & Mask.window(*limits)
-        cu_q, longest = found
-        cu_k = cu_q
-    elif cu_q is None or cu_k is None or batch != 1:
+        documents = _find_documents(kwargs.get("position_ids"), batch) if causal and queries == keys else None
+        return None if documents is None else documents & Mask.causal() & Mask.window(*limits)
+    if cu_q is None or cu_k is None or batch != 1:
         raise ValueError(
             f"cu_seq_lens_q and cu_seq_lens_k must both be given, for one row of packed documents (a batch of {batch} "
             "here); several rows are told apart by position_ids that start anew"
         )
-    else:
-        is_one = cu_q is cu_k
-        cu_q = _check_ends(cu_q, "cu_seq_lens_q", queries)
-        cu_k = cu_q if is_one else _check_ends(cu_k, "cu_seq_lens_k", keys)
+    is_one, longest = cu_q is cu_k, kwargs.get("max_length_k")
+    cu_q = _check_ends(cu_q, "cu_seq_lens_q", queries)
+    cu_k = cu_q if is_one else _check_ends(cu_k, "cu_seq_lens_k", keys)
     options = queries, keys, causal, limits, longest if type(longest) is int else None
     return recall((cu_q, cu_k), options, lambda: document_mask(cu_q, cu_k, *options))
 
@@ -167,14 +160,12 @@ def _check_ends(cu: Any, name: str, tokens: int) -> Tensor:
     return cu
 
 
-_DOCUMENTS = WeakIdKeyDictionary()  # position_ids -> (version, found): read once for the layers of a forward
+_DOCUMENTS = WeakIdKeyDictionary()  # position_ids -> (version, mask): read once for the layers of a forward
 
 
-def _find_documents(position_ids: Tensor | None, batch: int) -> tuple[Tensor, int] | Mask | None:
-    """Returns (cu_seqlens, longest) of one row, or the mask of several; None if no positions start anew."""
-    if position_ids is None or position_ids.ndim != 2 or torch.compiler.is_compiling():  # values cannot be read there
-        return None
-    if len(position_ids) != batch:  # the model's own, for all rows
+def _find_documents(position_ids: Tensor | None, batch: int) -> Mask | None:
+    """Returns the mask of documents by the positions of every row; None if none start anew, or cannot be read."""
+    if position_ids is None or torch.compiler.is_compiling() or len(position_ids) != batch:  # one row: the model's own
         return None
     if position_ids.is_inference():  # no version tells whether it was changed
         return _read_documents(position_ids)
@@ -184,14 +175,9 @@ def _find_documents(position_ids: Tensor | None, batch: int) -> tuple[Tensor, in
     return known[1]
 
 
-def _read_documents(position_ids: Tensor) -> tuple[Tensor, int] | Mask | None:
-    if len(position_ids) == 1:
-        cu = documents_of_positions(position_ids)
-        return None if cu is None else (cu, int(cu.diff().max()))
-    change = position_ids.diff()
-    if not bool((change < -1).any()):  # positions of padding are 0, or 1 and then 0
-        return None
-    return Mask.documents(ids=nn.functional.pad((change <= 0).long(), (1, 0)).cumsum(-1))
+def _read_documents(position_ids: Tensor) -> Mask | None:
+    starts = find_starts(position_ids)
+    return None if starts is None else Mask.documents(ids=starts.cumsum(-1))
 
 
 def _register_on_request(check: Any) -> Any:

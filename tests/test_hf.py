@@ -150,15 +150,20 @@ def test_packed_documents_make_no_dense_mask(monkeypatch):
 
 
 def test_the_layers_share_the_mask_of_packed_documents(monkeypatch):
-    made = []
-    make = regard.hf.document_mask
-    monkeypatch.setattr(regard.hf, "document_mask", lambda *given: made.append(make(*given)) or made[-1])
+    seen = []
+    attend = regard.attention
+    monkeypatch.setattr(
+        regard, "attention", lambda *given, **options: seen.append(given[3]) or attend(*given, **options)
+    )
     _, other = pair("llama")
-    places = torch.cat([torch.arange(n) for n in (4, 7, 8)])[None]
+    ids, places = tokens(1, 19), torch.cat([torch.arange(n) for n in (4, 7, 8)])[None]
     with torch.no_grad():
-        other(tokens(1, 19), position_ids=places)
-    assert other.config.num_hidden_layers > 1 and len(made) == 1
-    assert made[0].parts[0].reach == (7, 0)
+        other(ids, position_ids=places)
+        other(ids, cu_seq_lens_q=(ends := torch.tensor([0, 4, 11, 19])), cu_seq_lens_k=ends)
+    layers = other.config.num_hidden_layers
+    positions, listed = seen[:layers], seen[layers:]
+    assert layers > 1 and len({mask.parts[0] for mask in positions}) == len({mask.parts[0] for mask in listed}) == 1
+    assert positions[0].parts[0].reach == (7, 7) and listed[0].parts[0].reach == (7, 0)
 
 
 def test_a_position_tensor_that_changes_is_read_again():

@@ -135,7 +135,7 @@ def test_documents_mixed():
     places = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
     batch = dict(input_ids=torch.randint(32, (2, 40), generator=torch.Generator().manual_seed(0)), position_ids=places)
     finding = found(Packed(apart=False), [batch])["documents mixed"]
-    assert finding.severity == "warning" and "regard.Mask.documents" in finding.remedy
+    assert finding.severity == "warning" and "regard.Mask.documents" in finding.remedy and len(finding.heads) == 2
     report = examine(Packed(apart=True), [batch], ablate=False)
     assert "documents mixed" not in {one.kind for one in report.findings}
     assert "packed documents do not change one another" in report.checks.done

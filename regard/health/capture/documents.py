@@ -35,17 +35,32 @@ def document_mask(
     return Mask((Intervals(packed.lo.clamp(0, keys), packed.hi.clamp(0, keys), reach),))
 
 
+def find_starts(position_ids: Tensor | None) -> Tensor | None:
+    """Returns where packed documents begin, [B, N] bools, by positions that start anew; None if none do.
+
+    In a batch the positions of left padding start anew too (0, 0, 0, 1 or 1, 1, 0, 1), but fall by 1 at most.
+
+    >>> from regard.health.capture.documents import find_starts
+    >>> find_starts(torch.tensor([[0, 1, 2, 0, 1]])).int()
+    tensor([[1, 0, 0, 1, 0]], dtype=torch.int32)
+    """
+    if position_ids is None or position_ids.ndim != 2:
+        return None
+    change = position_ids.diff()
+    if not bool((change <= 0 if len(position_ids) == 1 else change < -1).any()):
+        return None
+    return torch.nn.functional.pad(change <= 0, (1, 0), value=True)
+
+
 def documents_of_positions(position_ids: Tensor | None) -> Tensor | None:
-    """Returns cu_seqlens of one packed sequence, whose positions [1, M] start anew with each document; None if one.
+    """Returns cu_seqlens of one packed row, whose positions [1, N] start anew with each document; None if one.
 
     >>> from regard.health.capture.documents import documents_of_positions
     >>> documents_of_positions(torch.tensor([[0, 1, 2, 0, 1]]))
     tensor([0, 3, 5])
     """
-    if position_ids is None or position_ids.ndim != 2 or position_ids.shape[0] != 1 or position_ids.shape[1] < 2:
+    starts = find_starts(position_ids)
+    if starts is None or len(starts) != 1:
         return None
-    starts = (position_ids[0].diff() != 1).nonzero()[:, 0] + 1
-    if not len(starts):
-        return None
-    ends = starts.new_tensor([0]), starts, starts.new_tensor([position_ids.shape[1]])
-    return torch.cat(ends)
+    begin = starts[0].nonzero()[:, 0]
+    return torch.cat([begin, begin.new_tensor([starts.shape[1]])])

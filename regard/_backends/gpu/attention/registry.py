@@ -74,9 +74,10 @@ KERNELS = (
         summary="one Gluon sweep lists the keys that may have weight",
         families=("threshold",),
         limits=f"Hopper; bfloat16, float16; heads of multiples of 8 up to {sparse.WIDEST}; at least "
-        f"{sparse.LEAST_KEYS['forward']} visible keys ({sparse.LEAST_KEYS['forward of powers']} of intervals and of "
-        "entmax with another alpha than 1.5 or 2); no score function but a soft cap, no dense mask or dropout; of "
-        "biases one per key, without a soft cap",
+        f"{sparse.LEAST_KEYS['forward']} visible keys "
+        f"({sparse.LEAST_KEYS['forward of powers or intervals']} of intervals and of entmax with another alpha than "
+        "1.5 or 2); no score function but a soft cap, no dense mask or dropout; of biases one per key, without a soft "
+        "cap",
         supports=lambda problem: sparse.supports(problem, "forward"),
         run=partial(forward.run_threshold, with_lists=True),
     ),

@@ -26,9 +26,8 @@ from regard._core.problem import Problem
 SHORT = 512  # queries or keys
 PARTS, STAGES, REGISTERS = 2, 4, 240  # of the Gluon kernel: warpgroups, stages of its ring, registers of their threads
 BAND = PARTS * hopper.ROWS  # keys of one of its programs, which have a band of ds in common
-ROOM = (
-    BAND + hopper.ROWS
-)  # columns of a band beside the window's: the keys of a program, and a query tile that ends later
+# columns of a band beside the window's: the keys of a program, and a query tile that ends later
+ROOM = BAND + hopper.ROWS
 
 
 def run(

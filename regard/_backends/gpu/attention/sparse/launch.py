@@ -35,9 +35,8 @@ GROUPS = 64  # keys of a tile of `bound_from_groups`, and groups of keys whose m
 LONG = {"powers": 8192, "others": 4096}
 RESIDENT = {1: 16, 2: 32}  # entries of a list in registers, by the stride of those tiles
 STEP = dict(dq=4, dkv=2)  # entries per iteration: the fastest on an H200
-# least number of visible keys for which lists are faster, of intervals as of powers; "wide": heads of more than 128
-# columns
-LEAST_KEYS = {"forward": 2048, "forward of powers": 1024, "backward": 16384, "wide backward": 3072}
+# least number of visible keys for which lists are faster; "wide": heads of more than 128 columns
+LEAST_KEYS = {"forward": 2048, "forward of powers or intervals": 1024, "backward": 16384, "wide backward": 3072}
 WIDEST = 256
 # (keys per tile, stages, scores staged at a time) without and with statistics or a bias, which take registers, by
 # columns in shared memory. The stages exceed 48 KiB because a smaller launch is not allowed the staging buffer on top
@@ -69,7 +68,7 @@ def supports(p: Problem, direction: str) -> str | None:
     if direction == "backward":
         least = LEAST_KEYS["wide backward" if max(d, e) > 128 else "backward"]
     else:
-        least = LEAST_KEYS["forward" if p.choice.order and p.interval is None else "forward of powers"]
+        least = LEAST_KEYS["forward" if p.choice.order and p.interval is None else "forward of powers or intervals"]
     if p.span < least:
         return f"{p.span} visible keys ({least} at least)"
     return find_layout_obstacle(p.q, p.k)

@@ -17,11 +17,11 @@ help:  ## this list
 
 $(DEMO): pyproject.toml constraints.txt  # the package and what its demo imports, nothing else
 	$(VENV)
-	$(INSTALL) --no-compile pip --editable .
+	$(INSTALL) --no-compile pip --editable '.[cpu]'
 	@touch $@
 
-$(READY): $(DEMO)
-	$(INSTALL) --editable '.[dev]'
+$(READY): $(DEMO) lab/pyproject.toml
+	$(INSTALL) --editable '.[dev]' --editable ./lab
 	@touch $@
 
 $(ENCODER): $(READY)  # a real pretrained encoder, 84 MB, that only the tests need
@@ -48,12 +48,13 @@ soak: $(READY)  ## a million calls of mixed shapes: checks that memory, files, t
 test-gpu:  ## the kernels on the GPU of this machine, with its own python3
 	python3 tools/run_gpu_tests.py
 
-compile: $(READY)  ## compile the attention kernels for an H200 without a GPU; TRITON=3.6.0, ARGS=--quick
+compile: $(READY)  ## compile a sample of the kernels for five cards, then all for an H200, without a GPU; TRITON=3.6.0, ARGS=--quick
 	test -d .venv/triton-$(TRITON) || $(PYTHON) -m pip install --quiet --no-deps --target .venv/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=.venv/triton-$(TRITON) $(BIN)/python tools/compile_cards.py
 	PYTHONPATH=.venv/triton-$(TRITON) $(BIN)/python tools/compile_kernels.py $(ARGS)
 
 bench: $(READY)  ## rows and attention against torch, into benchmarks/results/cpu.md
-	$(BIN)/regard bench --device cpu --markdown benchmarks/results/cpu.md
+	PYTHONPATH=benchmarks $(BIN)/python -m bench --device cpu --markdown benchmarks/results/cpu.md
 
 lint: $(READY)  ## style, imports, types, licences, advisories
 	$(BIN)/ruff check .
@@ -65,11 +66,12 @@ format: $(READY)  ## fix what lint can fix by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-figures: $(READY)  ## the picture of the eight normalisers
+figures: $(READY)  ## the pictures of README and docs
 	$(BIN)/python docs/figures/eight.py
+	$(BIN)/python docs/figures/screen.py
 
 docs: $(READY)  ## the site, into site/: guide, claims with figures, normalisers, API
-	$(INSTALL) --editable '.[docs]'
+	$(INSTALL) --editable '.[docs]' --editable ./lab
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 matrix: $(READY)  ## the smoke tests in fresh environments of other versions, as the table of docs/versions.md; ARGS=… for tools/matrix.py

@@ -1,6 +1,6 @@
 """The kernels on small shapes under compute-sanitizer: bad accesses (memcheck) and races (racecheck).
 
-    PYTHONPATH=. python3 benchmarks/sanitize.py [KIND …]      # rows, ring, attention …; 0 if clean
+    PYTHONPATH=. python3 benchmarks/sanitize.py [KIND …]      # rows, attention …; 0 if clean
     PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0 2    # every second call, without the tool
 
 torch's caching of memory is switched off, so that an access past a tensor is one past an allocation. Every call runs
@@ -19,13 +19,13 @@ from unittest.mock import patch
 
 TOOLS = ("memcheck", "racecheck")
 SHARES = 2
-KINDS = ["rows", "ring", "attention", "lists", "moments", "fixed shift", "stored"]
+KINDS = ["rows", "attention", "lists", "moments", "fixed shift", "stored"]
 
 
 def cases() -> list[tuple]:
     """(normaliser, "rows", dtype, rows, columns) or (normaliser, "attention", queries, keys, width, statistics?).
 
-    "ring" is "rows" of lengths that pass through shared memory; "lists" "attention" with lists at any length, forward
+    "lists" is "attention" with lists at any length, forward
     and backward; "moments" with the keys' forms at any; in "fixed shift" rows outgrow it; in "stored" ds is
     stored at any length.
     """
@@ -34,10 +34,6 @@ def cases() -> list[tuple]:
         for dtype in ("float32", "bfloat16"):
             found += [(name, "rows", dtype, 24, n) for n in (250, 4099)]
     found += [(name, "rows", "float32", 300, 16384) for name in ("softmax", "entmax15")]
-    found += [(name, "ring", "float32", 140, 40000) for name in ("softmax", "softpick")]
-    found += [("softmax", "ring", "float32", 140, 65536), ("softmax", "ring", "bfloat16", 140, 33024)]
-    found += [("entmax15", "ring", "float32", 140, 40000), ("sparsemax", "ring", "bfloat16", 1100, 8208)]
-    found += [("relu", "ring", "bfloat16", 140, 40000), ("softpick", "ring", "bfloat16", 140, 65536)]
     found += [(name, "attention", 300, 300, 128, every) for name in ("softmax", "entmax15") for every in (False, True)]
     found += [("softmax", "attention", 272, 272, 64, False), ("sigmoid", "attention", 130, 257, 64, True)]
     found += [("entmax15", "lists", 600, 600, 128, False), ("sparsemax", "lists", 300, 700, 64, True)]
@@ -65,10 +61,10 @@ def call(name: str, kind: str, *sizes) -> None:
         return torch.randn(*shape, device="cuda").to(dtype)
 
     choice = normalizers.get(name)
-    if kind in ("rows", "ring"):
+    if kind == "rows":
         dtype = getattr(torch, sizes[0])
         s, dp = draw(*sizes[1:], dtype=dtype), draw(*sizes[1:], dtype=dtype)
-        s[1] = -float("inf")  # an imprecise row: resident kernels compute it again
+        s[1] = -float("inf")
         p, state = rows.forward(s, choice)
         rows.backward(dp, p if choice.slope_of_weight is not None else s, state, choice)
     else:

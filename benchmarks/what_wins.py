@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from regard.lab.training import comparison
-from regard.lab.training.experiment import Experiment, get
-from regard.lab.training.results import SHIPPED, collect
-from regard.lab.training.trials import attention
+from regard_lab.training import comparison
+from regard_lab.training.experiment import Experiment, get
+from regard_lab.training.results import SHIPPED, collect
+from regard_lab.training.trials import attention
 
 PARTS = {
     "small": ("variants", "variants-translation"),
@@ -184,7 +184,7 @@ def start(names: Sequence[str], variant: str, options: argparse.Namespace) -> su
 
 def run_variant(names: Sequence[str], variant: str, options: argparse.Namespace) -> int:
     """Train every seed of a variant in each experiment; records go to --work."""
-    from regard.lab.training.loop import run_together
+    from regard_lab.training.loop import run_together
 
     for name in names:
         experiment = find_experiment(name, options.tiny)
@@ -260,7 +260,7 @@ def write_corpus(path: Path, folders: Sequence[Path]) -> None:
 
 def show_tables(out: Path, ship: bool) -> None:
     """Print the table of each result as Markdown, and what is left out; `ship` copies the results to the package."""
-    from regard.lab.training.command import table
+    from regard_lab.training.command import table
 
     for name in [name for names in PARTS.values() for name in names]:
         path = out / f"{name}.json"

@@ -15,19 +15,21 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
+import regard_lab as lab
 import torch
+from regard_lab import training
+from regard_lab.claim import NOTES
+from regard_lab.explorer.command import render
+from regard_lab.figure import Figure
+from regard_lab.mathml import formula_line, mathml
+from regard_lab.page import ROLES, VERDICTS
+from regard_lab.page import page as lab_page
+from regard_lab.training import timing
+from regard_lab.training.command import table
 
 import regard
-from regard import lab, listing
-from regard.lab import training
-from regard.lab.claim import NOTES
-from regard.lab.explorer.command import render
-from regard.lab.figure import Figure
-from regard.lab.mathml import formula_line, mathml
-from regard.lab.page import ROLES, VERDICTS
-from regard.lab.page import page as lab_page
-from regard.lab.training import timing
-from regard.lab.training.command import table
+from regard import listing
+from regard.health.commands.rule import make_page as rules_page
 
 HERE = Path(__file__).parent
 NOTEBOOKS = sorted((HERE.parent / "notebooks").glob("*.ipynb"))
@@ -64,6 +66,7 @@ def pages() -> dict[str, str]:
         made[f"normalizers/{name}.svg"] = normalizer_figure(name).svg(400, 240)
     for path in NOTEBOOKS:
         made[f"notebooks/{path.stem}.md"] = notebook_page(path)
+    made["rules.md"] = rules_page()
     made["explore.html"] = render()
     made["lab.html"] = lab_page(list(results().values()))
     return made
@@ -76,9 +79,9 @@ def claims_index() -> str:
     )
     return f"""# What the notes claim, and what is true
 
-Five study notes on softmax and attention, claim by claim. Each claim is one file in `regard/lab/claims/` that measures
-it; an interval (99.99 %, of trained models 95 % over seeds) that lies in what the claim allows agrees, one that lies
-outside disagrees.
+Five study notes on softmax and attention, claim by claim. Each claim is one file in `lab/regard_lab/claims/` that
+measures it; an interval (99.99 %, of trained models 95 % over seeds) that lies in what the claim allows agrees, one
+that lies outside disagrees.
 
 | claim | verdict | statement |
 | --- | --- | --- |
@@ -91,10 +94,11 @@ programs; `--seed 7` draws other numbers and gives the same verdicts.
 
 ## Add one
 
-A claim is one file `regard/lab/claims/note_001/my_claim.py` that defines `measure(sampler)` under `@claim(…)`, which
-names the statement, its derivation in LaTeX and the rule in words. `measure` returns a `Finding`, a list of checks.
-Checks of the claim itself decide between right and wrong; those marked `.beyond()` lie outside the condition that the
-finding names, and those marked `.ours()` compare our own derivation with the measurement. Nothing else needs an edit.
+A claim is one file `lab/regard_lab/claims/note_001/my_claim.py` that defines `measure(sampler)` under `@claim(…)`,
+which names the statement, its derivation in LaTeX and the rule in words. `measure` returns a `Finding`, a list of
+checks. Checks of the claim itself decide between right and wrong; those marked `.beyond()` lie outside the condition
+that the finding names, and those marked `.ours()` compare our own derivation with the measurement. Nothing else needs
+an edit.
 """
 
 

@@ -42,7 +42,7 @@ def main(args):
         )
         loss = trainer.train().training_loss
 
-    print(f"mean loss {loss:.3f} over {monitor.step} steps; {monitor.samples} of them measured")
+    print(f"mean loss {loss:.3f} over {monitor.steps} steps; {monitor.samples} of them measured")
     step = rows[-1]["step"]
     print(f"{f'step {step}':32}  entropy ratio  largest weight  largest logit")
     for row in [row for row in rows if row["step"] == step and "head" in row]:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from regard_lab.training import Setting, Trial
+from regard_lab.training.loop import evaluate
+from regard_lab.training.step import Step
+from regard_lab.training.trials.text import draw_windows, split_text
 
 from regard.health.models.tiny import TinyLM, load, save
-from regard.lab.training import Setting, Trial
-from regard.lab.training.loop import evaluate
-from regard.lab.training.step import Step
-from regard.lab.training.trials.text import draw_windows, split_text
 
 SIZE = dict(layers=4, heads=4, width=48, length=128, expansion=2)
 MODELS = {

@@ -36,11 +36,11 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str):
     """The names of health and what stands on it, imported when first asked for."""
-    if name in ("Monitor", "compare", "examine", "look", "using"):
+    if name in ("Fingerprint", "Monitor", "check", "compare", "examine", "fingerprint", "look", "using"):
         from regard import health
 
         return getattr(health, name)
-    if name in ("health", "lab", "losses", "parallel"):
+    if name in ("health", "losses", "parallel", "testing"):
         import importlib
 
         return importlib.import_module(f"regard.{name}")
@@ -56,9 +56,9 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Mask", "Monitor", "OnlineSoftmax", "QKClip", "ScoreFunction", "attention", "attention_path", "attention_varlen",
-    "bias", "compare", "entmax", "entmax15", "examine", "gumbel_softmax", "jacobian", "log_softmax", "logsumexp",
-    "look", "losses", "masks", "nn", "normalize", "normalizers", "parallel", "qk_clip", "qk_norm", "reference",
-    "relu_norm", "sigmoid_norm", "softmax", "softmax1", "softmax_backward", "softpick", "sparsemax", "statistics",
-    "temperature", "using", "vjp",
+    "Fingerprint", "Mask", "Monitor", "OnlineSoftmax", "QKClip", "ScoreFunction", "attention", "attention_path",
+    "attention_varlen", "bias", "check", "compare", "entmax", "entmax15", "examine", "fingerprint", "gumbel_softmax",
+    "jacobian", "log_softmax", "logsumexp", "look", "losses", "masks", "nn", "normalize", "normalizers", "parallel",
+    "qk_clip", "qk_norm", "reference", "relu_norm", "sigmoid_norm", "softmax", "softmax1", "softmax_backward",
+    "softpick", "sparsemax", "statistics", "temperature", "using", "vjp",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command line: regard demo | examine | look | compare | timeline | lab | explore | bench | list.
+"""The command line: `regard --help` lists the commands, and those of installed packages.
 
 A command is one line of `COMMANDS` and one module with `main(options)` and, if it takes any, `arguments(parser)`. The
 module is imported only when its command runs; if it lacks a package, the error names the extra that installs it.
@@ -17,6 +17,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import NamedTuple, NoReturn
 
 from regard import normalizers
@@ -33,16 +34,18 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("regard.health.commands.demo", "examine two small language models, one of them unhealthy"),
     "examine": Command("regard.health.commands.examine", "measure every attention head of a model", "hf"),
+    "check": Command("regard.health.commands.check", "check the contract of attention: red or green, with the cause"),
+    "rule": Command("regard.health.commands.rule", "explain a code of check, or list them"),
     "look": Command("regard.health.commands.look", "list which tokens a head looks at on one text", "hf"),
-    "compare": Command("regard.health.commands.compare", "list what differs between two reports", "report"),
+    "compare": Command("regard.health.commands.compare", "find where two models, fingerprints or reports differ"),
+    "fingerprint": Command("regard.health.commands.fingerprint", "write what a model computes, to compare later", "hf"),
     "timeline": Command("regard.health.commands.timeline", "draw what a Monitor's file says about a training"),
-    "lab": Command("regard.lab.command", "test the claims about attention", "lab"),
-    "lab train": Command("regard.lab.training.command", "train the models behind the claims that need training", "lab"),
-    "explore": Command("regard.lab.explorer.command", "explore attention interactively in the browser"),
-    "bench": Command("regard.bench", "time rows and attention against torch on this machine"),
-    "bench accuracy": Command("regard.bench.accuracy", "measure errors against float64 and hold them to the budget"),
+    "replay": Command("regard.health.commands.replay", "show which tokens made the largest logits of a training"),
     "list": Command("regard.listing", "list the normalisers: formula, sum, sparsity, paper"),
 }
+
+IN_LAB = ("lab", "explore")  # commands of the package regard-lab, which adds them by the entry point GROUP
+GROUP = "regard.commands"  # entry points: each loads {name: (module, help, extra)}
 
 
 class UsageError(Exception):
@@ -57,12 +60,22 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit status: 0, 2 for a bad command line, 130 after Ctrl-C."""
+def all_commands() -> dict[str, Command]:
+    """The commands of this package and those that other installed packages add."""
+    added = [entry.load() for entry in metadata.entry_points(group=GROUP)]
+    return COMMANDS | {name: Command(*one) for commands in added for name, one in commands.items()}
+
+
+def main(argv: Sequence[str] | None = None, commands: dict[str, Command] | None = None) -> int:
+    """Run one command line and return its exit status: 0, 2 for a bad command line, 130 after Ctrl-C.
+
+    `commands` stands for those of `all_commands()`.
+    """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without α prints ?, it does not fail
     try:
-        status = run_command(list(sys.argv[1:] if argv is None else argv))
+        known = all_commands() if commands is None else commands
+        status = run_command(list(sys.argv[1:] if argv is None else argv), known)
         sys.stdout.flush()
         return status
     except UsageError as error:
@@ -79,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def run_command(argv: list[str]) -> int:
-    """Run the command that `argv` names and return its exit status."""
+def run_command(argv: list[str], commands: dict[str, Command]) -> int:
+    """Run the one of `commands` that `argv` names and return its exit status."""
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(overview())
+        print(overview(commands))
         return 0
     if argv[0] in ("-V", "--version"):
         import regard
@@ -90,13 +103,15 @@ def run_command(argv: list[str]) -> int:
         print(f"regard {regard.__version__}")
         return 0
     name, *rest = argv
-    if " ".join(argv[:2]) in COMMANDS:  # a command of two words
+    if " ".join(argv[:2]) in commands:  # a command of two words
         name, rest = " ".join(argv[:2]), argv[2:]
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"commands: {', '.join(COMMANDS)}"
+    if name not in commands:
+        if name in IN_LAB:
+            raise UsageError(f"regard {name}: needs regard_lab; pip install 'regard[lab]'")
+        near = difflib.get_close_matches(name, commands, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"commands: {', '.join(commands)}"
         raise UsageError(f"regard: no command {name!r}; {hint}")
-    command = COMMANDS[name]
+    command = commands[name]
     parser = Parser(prog=f"regard {name}", description=command.help, allow_abbrev=False)
     parser.set_defaults(fail=parser.error)
     try:
@@ -111,10 +126,10 @@ def run_command(argv: list[str]) -> int:
         raise UsageError(f"regard {name}: needs {missing.name}; pip install {source}") from None
 
 
-def overview() -> str:
+def overview(commands: dict[str, Command]) -> str:
     """Return the list of commands that `regard --help` prints."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    width = max(map(len, commands))
+    lines = [f"  {name:{width}}  {command.help}" for name, command in commands.items()]
     usage = "usage: regard COMMAND [options]     (regard COMMAND --help lists its options)"
     return "\n".join(["regard: look at attention with attention", "", usage, "", *lines])
 

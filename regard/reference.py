@@ -12,7 +12,7 @@ tensor([1., 0.], dtype=torch.float64)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard import masks, normalizers, statistics
 from regard._backends import philox
+from regard._core.arguments import AttentionOptions, takes_options
 from regard._core.dtypes import reference_dtype, widen
 from regard._core.mask.attn_mask import find_positions, split_attn_mask
 from regard._core.problem import Problem
@@ -80,30 +81,11 @@ def fenchel_young_loss(
     return loss.masked_fill(~inside, math.nan).masked_fill(target == ignore_index, 0.0)
 
 
+@takes_options
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | str | Tensor | None = None,
-    enable_gqa: bool = False,
-    *,
-    normalizer: str | Choice = "softmax",
-    temperature: Any = None,
-    softcap: float | None = None,
-    score_mod: ScoreFunction | None = None,
-    sink: float | Tensor | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | Sequence[int] | None = None,
-    gate: Tensor | None = None,
-    return_stats: bool | str | Sequence[str] = False,
-    seed: Tensor | None = None,
-    first_query: int = 0,
-    queries: int | None = None,
-    positions: Tensor | None = None,
-) -> tuple:
+    q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions, *, seed: Tensor | None = None, first_query: int = 0,
+    queries: int | None = None, positions: Tensor | None = None,
+) -> tuple:  # fmt: skip
     """softmax(scale·q kᵀ)·v and every option of `regard.attention`, dense, in float64: (out, weights[, stats]).
 
     The weights are those before dropout, which `seed` decides. q may be a block of `queries` that begins at
@@ -116,24 +98,29 @@ def attention(
     Raises:
         ValueError: The normaliser, a statistic or a word for the scale is unknown. Other arguments are not checked.
     """
-    wanted = statistics.requested(return_stats)
-    choice = normalizers.get(normalizer)
+    if o.backend is not None:
+        raise ValueError(f"reference.attention is a backend itself, got backend={o.backend!r}")
+    wanted = statistics.requested(o.return_stats)
+    choice = normalizers.get(o.normalizer)
+    key_lengths, sink, scale, temperature = o.key_lengths, o.sink, o.scale, o.temperature
     if key_lengths is not None and not isinstance(key_lengths, Tensor):
         key_lengths = torch.tensor(key_lengths, device=q.device)
     if sink is not None:
         sink = torch.as_tensor(sink, dtype=reference_dtype(q.device), device=q.device)
-    if dropout_p > 0.0 and seed is None:
+    if o.dropout_p > 0.0 and seed is None:
         seed = torch.randint(0, 2**62, (1,))
-    given = split_attn_mask(attn_mask, is_causal, q.device)
+    given = split_attn_mask(o.attn_mask, o.is_causal, q.device)
     n, keys = q.shape[-2], k.shape[-2]
     q, k, v = (widen(x) for x in (q, k, v))
-    if enable_gqa and q.ndim >= 3 and k.shape[-3] != q.shape[-3]:
+    if o.enable_gqa and q.ndim >= 3 and k.shape[-3] != q.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scale = resolve_scale(scale, q.shape[-1])
     if isinstance(scale, Tensor) and scale.ndim:
         scale = widen(scale).reshape(-1, 1, 1)
     visible = torch.ones(n, keys, dtype=torch.bool, device=q.device)
-    order: dict[str, Any] = dict(is_causal=given.is_causal, window_=window, key_lengths=key_lengths, first=first_query)
+    order: dict[str, Any] = dict(
+        is_causal=given.is_causal, window_=o.window, key_lengths=key_lengths, first=first_query
+    )
     interval = masks.dense(n, keys, **order, device=q.device)
     if interval is not None:
         visible = visible & _per_entry(interval, q)
@@ -149,10 +136,10 @@ def attention(
         finite = widen(x).masked_fill(x == -math.inf, 0.0)
         bias = finite if bias is None else bias + finite
     k, v = masks.blanked(visible, k, v)
-    s = soft_cap(scale * (q @ k.transpose(-1, -2)), softcap)
-    if score_mod is not None:
+    s = soft_cap(scale * (q @ k.transpose(-1, -2)), o.softcap)
+    if o.score_mod is not None:
         i = torch.arange(n, device=q.device) + first_query if positions is None else positions
-        s = score_mod.modify(s, i[..., None], torch.arange(keys, device=q.device))
+        s = o.score_mod.modify(s, i[..., None], torch.arange(keys, device=q.device))
     s = s if bias is None else s + bias
     visible = visible.expand(s.shape)
     s = s.masked_fill(~visible, 0.0)
@@ -167,7 +154,7 @@ def attention(
         choice = Choice(choice.normalizer, theta.expand(*s.shape[:-1], 1))
     rows: dict[str, Any] = dict(first=first_query, positions=positions)
     if temperature is not None:
-        t = temperature
+        t: Any = temperature
         if callable(temperature):  # a policy: from the visible keys, the queries, what it asks to be measured
             logits = s
 
@@ -183,13 +170,13 @@ def attention(
     lost = (visible & ~(s < math.inf)).any(-1, keepdim=True)  # a NaN or +inf among the logits: no weights
     p = p.masked_fill(lost, math.nan)
     dropped = p
-    if dropout_p > 0.0:
+    if o.dropout_p > 0.0:
         assert seed is not None  # drawn above
-        keep = philox.keep(seed, p.shape, dropout_p, first_query, queries).to(p.device)
-        dropped = p * keep / (1.0 - dropout_p)
+        keep = philox.keep(seed, p.shape, o.dropout_p, first_query, queries).to(p.device)
+        dropped = p * keep / (1.0 - o.dropout_p)
     out = dropped @ v
-    if gate is not None:
-        out = out * torch.sigmoid(widen(gate if gate.ndim == out.ndim else gate[..., None]))
+    if o.gate is not None:
+        out = out * torch.sigmoid(widen(o.gate if o.gate.ndim == out.ndim else o.gate[..., None]))
     if wanted is None:
         return out, p
     return out, p, statistics.of_scores(s, visible, choice, sink=sink, names=wanted, **rows)
@@ -222,21 +209,22 @@ def with_sink(choice, s: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
     return choice.reference(joined, seen, choice.theta)[..., :-1]
 
 
-BLOCK = 512  # queries
+BLOCK, SCORES = 512, 1 << 24  # queries, and scores of all heads, that are computed at once
 
 
 def of_problem(problem: Problem) -> tuple[Tensor, Tensor]:
     """A validated problem through the oracle: (o, stats stacked), float64, differentiable.
 
-    Long sequences go block by block, each recomputed in backward, so that memory stays O(BLOCK · N).
+    Long sequences go block by block, each recomputed in backward, so that memory stays O(N).
     """
     count, begin = problem.q.shape[2], problem.first_query
     total = count if problem.queries is None else problem.queries
-    if count <= BLOCK:
+    step = max(16, min(BLOCK, SCORES // max(1, problem.q.shape[:2].numel() * problem.k.shape[2])))
+    if count <= step:
         return _of_block(problem, begin, total)
     blocks = [
-        checkpoint(_of_block, problem.block(first, first + BLOCK), begin + first, total, use_reentrant=False)
-        for first in range(0, count, BLOCK)
+        checkpoint(_of_block, problem.block(first, first + step), begin + first, total, use_reentrant=False)
+        for first in range(0, count, step)
     ]
     return torch.cat([o for o, _ in blocks], -2), torch.cat([stats for _, stats in blocks], -1)
 
@@ -252,10 +240,29 @@ def of_rows(problem: Problem, first: int, last: int) -> tuple[Tensor, Tensor]:
     return _of_block(problem.block(first, min(last, total)), first, total)
 
 
+def weights_of_rows(problem: Problem, first: int, last: int) -> Tensor:
+    """The weights [B, H, last − first, N] of some queries of a problem, at their positions among all of them."""
+    total = problem.q.shape[2]
+    return _attend_block(replace(problem.block(first, min(last, total)), stats=()), first, total)[1]
+
+
+def dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype in which the reference computes on the device of x."""
+    return reference_dtype(x.device)
+
+
 def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]:
+    result = _attend_block(problem, first, total)
+    stats = result[2] if problem.stats else {}
+    rows = problem.q.shape[:-1]
+    stacked = torch.stack([stats[name] for name in problem.stats]) if stats else result[0].new_zeros((0, *rows))
+    return result[0], stacked
+
+
+def _attend_block(problem: Problem, first: int, total: int) -> tuple:
     window = None if problem.left is None and problem.right is None else (problem.left, problem.right)
     theta = problem.theta
-    result = attention(
+    return attention(
         problem.q,
         problem.k,
         problem.v,
@@ -277,10 +284,6 @@ def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]
         queries=total,
         positions=None if problem.interval is None else problem.interval[2],
     )
-    stats = result[2] if problem.stats else {}
-    rows = problem.q.shape[:-1]
-    stacked = torch.stack([stats[name] for name in problem.stats]) if stats else result[0].new_zeros((0, *rows))
-    return result[0], stacked
 
 
 def score_of(problem: Problem) -> ScoreFunction | None:

@@ -43,8 +43,8 @@ def resolve_scale(scale: float | str | Tensor | None, head_dim: int) -> float | 
 
 
 def is_real(x: Any) -> bool:
-    """True for a real number that is no bool."""
-    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+    """True for an int or float, numpy's too; not for a bool or a Fraction."""
+    return isinstance(x, numbers.Real) and not isinstance(x, (bool, Fraction))
 
 
 def is_positive(x: Any) -> bool:
@@ -54,7 +54,7 @@ def is_positive(x: Any) -> bool:
 
 def is_finite(number: float) -> bool:
     """True for a number that float64 holds. (A compiled graph cannot call isfinite on a symbol.)"""
-    beyond = isinstance(number, (int, Fraction)) and abs(number) > sys.float_info.max
+    beyond = isinstance(number, int) and abs(number) > sys.float_info.max
     return -math.inf < number < math.inf and not beyond
 
 

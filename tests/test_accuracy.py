@@ -8,8 +8,10 @@ from rows_data import ONE_OF_EACH
 
 pytest.importorskip("numba")
 
+from bench import accuracy
+from bench.__main__ import COMMANDS
+
 import regard
-from regard.bench import accuracy
 from regard.cli import main
 
 
@@ -40,7 +42,7 @@ def test_a_broken_budget_is_told(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(accuracy.WEIGHTS, torch.float32, 1e-9)
     monkeypatch.setitem(accuracy.STATISTICS, torch.float32, 1e-12)
     page = tmp_path / "page.md"
-    assert main(["bench", "accuracy", "--device", "cpu", "--quick", "--markdown", str(page)]) == 1
+    assert main(["bench", "accuracy", "--device", "cpu", "--quick", "--markdown", str(page)], COMMANDS) == 1
     told = capsys.readouterr().err
     assert "softmax, normal, float32" in told and "statistics of relu (" in told
     assert "| softmax | float32 |" in page.read_text(encoding="utf-8")

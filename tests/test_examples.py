@@ -18,6 +18,7 @@ NEEDS = {
     "generate_with_statistics.py": ("safetensors",),
     "hf_trainer.py": ("transformers", "accelerate"),
     "lightning_module.py": ("lightning",),
+    "mismatch.py": ("transformers",),
 }
 
 
@@ -100,10 +101,19 @@ def test_context_parallel_agrees_with_one_process(normalizer):
     assert len(differences) == 2 and max(differences) < 1e-4
 
 
+@pytest.mark.slow
+def test_mismatches_are_traced_to_their_cause():
+    same, scaled, sound, paired = run("mismatch.py").splitlines()
+    assert "the same" in same and "logits × 2.0000" in scaled
+    assert "the same" in sound and "pairs (2j, 2j + 1)" in paired
+
+
 def test_every_script_is_listed_tested_and_short():
     scripts = {path.name: path.read_text().splitlines() for path in FOLDER.glob("*.py")}
     listed, tests = (FOLDER / "README.md").read_text(), Path(__file__).read_text()
     for name, lines in scripts.items():
         assert f"[{name}]({name})" in listed
+        if name == "regard_tap.py":  # to be copied, not run: tests/health/test_dumps.py
+            continue
         assert name in NOT_RUN or f'run("{name}"' in tests
         assert len(lines) < 100 and any(f"python examples/{name}" in line for line in lines[:4])

@@ -265,3 +265,19 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "regard.hf")
     with pytest.raises(ImportError, match=r"regard\[hf\]"):
         importlib.import_module("regard.hf")
+
+
+def test_readings_by_key_of_every_layer():
+    own, other = pair("llama")
+    ids = tokens(2, 7)
+    with torch.no_grad(), regard.hf.reading("received", "top_keys(2)", return_weights=[6]) as stats:
+        found = other(ids).last_hidden_state
+    expected = own(ids, output_attentions=True)
+    near(found, expected.last_hidden_state)
+    assert len(stats) == own.config.num_hidden_layers == len(expected.attentions)
+    for mine, p in zip(stats, expected.attentions, strict=True):
+        near(mine.received, p.sum(2))
+        near(mine.top_keys.weight, p.topk(2).values)
+        near(mine.weights, p[:, :, [6]])
+    other(ids)
+    assert len(stats) == len(expected.attentions)

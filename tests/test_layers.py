@@ -1,4 +1,4 @@
-"""Imports point one way: normalizers ← {reference, _backends} ← _core ← {nn, parallel, health} ← lab ← cli."""
+"""Imports point one way: normalizers ← {reference, _backends} ← _core ← {nn, parallel, health} ← cli ← regard_lab."""
 
 import ast
 from pathlib import Path
@@ -11,7 +11,7 @@ PACKAGE = Path(regard.__file__).parent
 
 # Lower layers first; a module may import its own layer and those before it. Longest prefix counts.
 LAYERS = [
-    ["regard.normalizers", "regard.table", "regard._core.readable"],
+    ["regard.normalizers", "regard.table", "regard._core.readable", "regard._core.remember"],
     [
         "regard.bias",
         "regard.mask",
@@ -25,6 +25,7 @@ LAYERS = [
         "regard._core.device",
         "regard._backends.philox",
         "regard._core.dtypes",
+        "regard._core.arguments",
         "regard._core.problem",
     ],
     ["regard.reference"],
@@ -32,9 +33,8 @@ LAYERS = [
     ["regard._core.derivatives.autograd", "regard._core.ops"],
     ["regard._core"],
     ["regard"],  # __init__: the public names
-    ["regard.losses", "regard.nn", "regard.parallel", "regard.listing", "regard.bench"],
-    ["regard.health", "regard.hf"],
-    ["regard.lab"],
+    ["regard.losses", "regard.nn", "regard.parallel", "regard.listing"],
+    ["regard.health", "regard.hf", "regard.testing"],
     ["regard.cli"],
     ["regard.__main__"],
 ]
@@ -110,3 +110,9 @@ def test_imports_point_down(name):
 )
 def test_an_import_that_points_up_is_found(name, text):
     assert violations(name, imported(name, Path("module.py"), ast.parse(text)))
+
+
+def test_the_lab_uses_no_private_module():
+    lab = PACKAGE.parent / "lab" / "regard_lab"
+    names = {name for path in lab.rglob("*.py") for name in imported("regard_lab", path, ast.parse(path.read_text()))}
+    assert names and not [name for name in names if "._" in name]

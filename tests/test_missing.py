@@ -56,9 +56,31 @@ def check_calls(told: list[tuple], wanted: list[str]) -> None:
         assert words in said and "\n" not in said and not out
 
 
-def test_the_rest_works_without_numba_and_a_call_names_it(tmp_path):
-    calls = ["regard.sparsemax(torch.zeros(2))", "regard.attention(q, q, q, normalizer='sparsemax')"]
-    check_calls(run(["numba", "llvmlite"], calls, tmp_path, "reference"), ["pip install numba"] * 2)
+WITHOUT_NUMBA = """
+import warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    x = torch.randn(1, 2, 700, 8, requires_grad=True)
+    for normalizer in ("entmax15", "sigmoid"):
+        out, stats = regard.attention(x, x, x, is_causal=True, normalizer=normalizer, return_stats=True)
+        exact = regard.reference.attention(x.double(), x.double(), x.double(), is_causal=True, normalizer=normalizer)[0]
+        assert torch.allclose(out.double(), exact, atol=1e-6) and stats.entropy.shape == (1, 2, 700)
+        out.square().sum().backward()
+    p = regard.entmax15(torch.tensor([-2.0, 0.0, 0.5]))
+    assert torch.allclose(p, torch.tensor([0.0, 0.3260, 0.6740]), atol=1e-4)
+    regard.losses.entmax15_loss(torch.randn(3, 5, requires_grad=True), torch.tensor([0, 1, 2])).sum().backward()
+assert not said, said  # the first call of this process said it
+assert "numba" in str(regard.attention_path(x, x, x, normalizer="relu"))
+try:
+    regard.attention(x, x, x, backend="cpu", normalizer="relu")
+except ValueError as error:
+    raise ImportError(str(error))
+"""
+
+
+def test_without_numba_the_reference_serves_and_a_backend_asked_for_by_name_is_refused(tmp_path):
+    ((code, _, _),) = run(["numba", "llvmlite"], [WITHOUT_NUMBA], tmp_path)
+    assert "pip install" in code and "backend 'cpu' cannot compute" in code, code
 
 
 def test_the_rest_works_without_triton_transformers_and_altair_and_each_is_named(tmp_path):
@@ -74,7 +96,7 @@ def test_the_rest_works_without_triton_transformers_and_altair_and_each_is_named
 def test_the_rest_works_without_pictures_tables_or_weights_and_a_report_says_so(tmp_path):
     kinds = ("json", "html", "png")
     lacking = {
-        "from regard import lab; lab.names()": "regard[lab]",
+        "import regard_lab; regard_lab.names()": "regard[lab]",
         "lab range": "needs scipy; pip install 'regard[lab]'",
     }
     missing = ["altair", "vl_convert", "matplotlib", "rich", "safetensors", "scipy"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 
+import regard_lab as lab
 import torch
 
 import regard
-from regard import lab
 
 
 def test_statistics_show_four_numbers_of_their_finite_rows():

@@ -1,4 +1,4 @@
-"""What the wheel of regard leaves out is in the wheel of its data; both have one version."""
+"""One version for both packages, and no file of the lab in regard's wheel."""
 
 from pathlib import Path
 
@@ -9,15 +9,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def read(path):
-    return tomllib.loads((ROOT / path).read_text(encoding="utf-8"))["tool"]["hatch"]
+    return tomllib.loads((ROOT / path).read_text(encoding="utf-8"))
 
 
-def test_the_data_wheel_has_what_the_wheel_leaves_out():
-    wheel, data = read("pyproject.toml"), read("tools/data/pyproject.toml")
-    included = data["build"]["targets"]["wheel"]["force-include"]
-    assert {f"/{place}" for place in included.values()} == set(wheel["build"]["targets"]["wheel"]["exclude"])
-    for source, place in included.items():
-        given = ROOT / "tools" / "data" / source
-        assert given.resolve() == (ROOT / place).resolve()
-        assert given.is_file() or any(path.suffix in (".npz", ".json", ".html") for path in given.rglob("*"))
-    assert (ROOT / "tools" / "data" / data["version"]["path"]).samefile(ROOT / wheel["version"]["path"])
+def test_the_lab_has_the_version_of_regard_and_adds_its_commands():
+    wheel, lab = read("pyproject.toml"), read("lab/pyproject.toml")
+    version = lab["tool"]["hatch"]["version"]["path"]
+    assert (ROOT / "lab" / version).samefile(ROOT / wheel["tool"]["hatch"]["version"]["path"])
+    assert wheel["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"] == ["regard", "regard_pytest.py"]
+    assert lab["project"]["entry-points"]["regard.commands"] == {"lab": "regard_lab.commands:COMMANDS"}
+    assert lab["project"]["name"] in wheel["project"]["optional-dependencies"]["lab"]

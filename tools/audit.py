@@ -17,7 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ("gpu", "hf", "report", "lab", "bench")
+EXTRAS = ("gpu", "hf", "report", "lab")
 FREE = (
     "apache", "bsd", "mit", "isc", "mozilla public", "mpl", "python software foundation", "psf", "unlicense", "zlib",
     "cc0", "hpnd", "public domain", "0bsd", "boost",

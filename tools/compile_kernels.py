@@ -50,7 +50,7 @@ from regard._core.problem import Along, Problem
 SHARED_MEMORY = 232448  # bytes that a block of an H100 or H200 may have
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 ERROR = re.compile(r"(?:error|fatal)\s*: .*")
-compiled: set[str] = set()  # hashes of the kernels of the latest call
+compiled: dict[str, Any] = {}  # the kernels of the latest call by their hashes
 errors: list[str] = []  # of those that did not compile
 
 
@@ -96,15 +96,20 @@ class Launcher:
 
 def pretend_hopper() -> None:
     """Make Triton, torch and regard believe in a Hopper GPU on which every launch does nothing."""
-    memory = dict(max_shared_mem=SHARED_MEMORY)
+    pretend_card(GPUTarget("cuda", 90, 32), SHARED_MEMORY, 132)
+
+
+def pretend_card(of: GPUTarget, shared_memory: int, processors: int) -> None:
+    """Make Triton, torch and regard believe in a GPU on which every launch does nothing."""
+    memory = dict(max_shared_mem=shared_memory)
     load = dict(load_binary=lambda *arguments: (0, 0, 0, 0, 1024), unload_module=lambda module: None)
     utils = SimpleNamespace(get_device_properties=lambda device: memory, **load)
-    target = dict(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
+    target = dict(get_current_target=lambda: of, get_current_device=lambda: 0)
     place = dict(get_current_stream=lambda device=None: 0, is_active=lambda: True)
     driver.set_active(SimpleNamespace(launcher_cls=Launcher, utils=utils, **target, **place))
-    chip = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=SHARED_MEMORY)
+    chip = SimpleNamespace(multi_processor_count=processors, shared_memory_per_block_optin=shared_memory)
     torch.cuda.get_device_properties = lambda device=None: chip
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_capability = lambda device=None: divmod(of.arch, 10) if of.backend == "cuda" else (8, 0)
     torch.cuda.current_device = lambda: 0
     torch.cuda.device = lambda device: nullcontext()
     launch._has_tape = lambda problem: False
@@ -114,7 +119,7 @@ def pretend_hopper() -> None:
         with read_errors() as told:
             try:
                 kernel = compile_and_launch(self, *arguments, **options)
-                compiled.add(kernel.hash)
+                compiled[kernel.hash] = kernel
                 return kernel
             except Exception as error:
                 said = ERROR.findall(told()) or [describe(error)]

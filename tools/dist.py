@@ -1,9 +1,9 @@
-"""Builds the sdist and the two wheels into dist/ twice and checks them: equal bytes, under 1 MB each, `twine check`.
+"""Builds the sdist and the two wheels into dist/ twice and checks them: equal bytes, under 1 MB, `twine check`.
 
 python tools/dist.py
 
-The wheel of regard-data holds the demo's checkpoints and the lab's training results (tools/data/pyproject.toml). The
-time in the archives is that of the last commit (SOURCE_DATE_EPOCH), so that the same commit gives the same bytes.
+The lab's wheel, regard-lab, is built from lab/. The time in the archives is that of the last commit
+(SOURCE_DATE_EPOCH), so that the same commit gives the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DATA = ROOT / "tools" / "data"
+LAB = ROOT / "lab"
 LIMIT = 1_000_000  # bytes of a wheel
 
 
@@ -30,7 +30,7 @@ def build(folder: Path) -> dict[str, str]:
         ).stdout.strip()
     )
     environment = {**os.environ, "SOURCE_DATE_EPOCH": when}
-    for words in ([str(ROOT)], ["--wheel", str(DATA)]):
+    for words in ([str(ROOT)], ["--wheel", str(LAB)]):
         command = [sys.executable, "-m", "build", "--outdir", str(folder), *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}

@@ -143,9 +143,9 @@ def measure(row: Row, wheels: list[str], libraries: Path | None, patience: float
 
 
 def build_wheels(folder: Path) -> list[str]:
-    """Build the wheels of this checkout: regard and regard-data."""
+    """Build the wheels of this checkout: regard and regard-lab."""
     run = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
-    subprocess.run([*run, str(ROOT), str(ROOT / "tools" / "data")], check=True)
+    subprocess.run([*run, str(ROOT), str(ROOT / "lab")], check=True)
     return sorted(map(str, folder.glob("*.whl")))
 
 

@@ -5,130 +5,58 @@ No path but the reference builds an N × N tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import wraps
-from inspect import signature
-from typing import Literal, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from regard._core import dtensor
+from regard._core import dtensor, plans
+from regard._core.arguments import AttentionOptions, AttnMask, Keywords, Scale, takes_options
 from regard._core.derivatives.transforms import attend_duals
 from regard._core.dispatch import Path, describe_kernel
 from regard._core.execute import execute
 from regard._core.gate import gate_result
+from regard._core.key_reading import asks_for_keys, attend_with_keys
 from regard._core.ops.backends import is_plain_eager
-from regard._core.options import AttentionOptions, AttnMask, Temperature, Wanted, Window
-from regard._core.plans import keep_plan, keep_setting, plan_duals, plan_key, plans, settings
 from regard._core.prepare import prepare
-from regard.normalizers import Choice
-from regard.score_function import ScoreFunction
 from regard.statistics import Statistics
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Path", "attention", "attention_path"]
 
-TORCH_NAMES = (("query", "q"), ("key", "k"), ("value", "v"))
-OTHER_NAMES = (  # what other libraries, and British English, call our arguments
-    ("causal", "is_causal"), ("mask", "attn_mask"), ("normaliser", "normalizer"), ("soft_cap", "softcap"),
-    ("logits_soft_cap", "softcap"), ("window_size", "window"), ("sliding_window", "window"), ("stats", "return_stats"),
-)  # fmt: skip
-Function = TypeVar("Function", bound=Callable)
-
-
-def knows_other_names(function: Function) -> Function:
-    """Lets q, k and v also be named query, key and value, as in torch; other libraries' names raise and give ours."""
-    name, known = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
-    torch_names, other_names = ([pair for pair in pairs if pair[1] in known] for pairs in (TORCH_NAMES, OTHER_NAMES))
-
-    @wraps(function)
-    def named(*args, **kwargs):
-        for theirs, ours in torch_names:
-            if theirs in kwargs:
-                if ours in kwargs:
-                    raise TypeError(f"{name} got both {ours} and {theirs}; give one of them")
-                kwargs[ours] = kwargs.pop(theirs)
-        for theirs, ours in other_names:
-            if theirs in kwargs:
-                hint = "=(sliding_window − 1, 0)" if theirs == "sliding_window" else ""
-                raise TypeError(f"{name} has no argument {theirs!r}; it is called {ours!r} here{hint}")
-        return function(*args, **kwargs)
-
-    return cast(Function, named)
+Rows = int | Sequence[int] | Tensor | None
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: AttnMask = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | str | Tensor | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    normalizer: str | Choice = ...,
-    temperature: Temperature = ...,
-    softcap: float | None = ...,
-    score_mod: ScoreFunction | None = ...,
-    sink: float | Tensor | None = ...,
-    window: Window = ...,
-    key_lengths: Tensor | Sequence[int] | None = ...,
-    gate: Tensor | None = ...,
-    return_stats: Literal[False] = ...,
-    backend: str | None = ...,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: AttnMask = ..., dropout_p: float = ..., is_causal: bool = ...,
+    scale: Scale = ..., enable_gqa: bool = ..., *, return_stats: Literal[False] = ..., **options: Unpack[Keywords],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: AttnMask = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | str | Tensor | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    normalizer: str | Choice = ...,
-    temperature: Temperature = ...,
-    softcap: float | None = ...,
-    score_mod: ScoreFunction | None = ...,
-    sink: float | Tensor | None = ...,
-    window: Window = ...,
-    key_lengths: Tensor | Sequence[int] | None = ...,
-    gate: Tensor | None = ...,
-    return_stats: Literal[True] | str | Sequence[str],
-    backend: str | None = ...,
-) -> tuple[Tensor, Statistics]: ...
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: AttnMask = ..., dropout_p: float = ..., is_causal: bool = ...,
+    scale: Scale = ..., enable_gqa: bool = ..., *, return_stats: Literal[True] | str | Sequence[str],
+    **options: Unpack[Keywords],
+) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 
 
-@knows_other_names
+@overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: AttnMask = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | str | Tensor | None = None,
-    enable_gqa: bool = False,
-    *,
-    normalizer: str | Choice = "softmax",
-    temperature: Temperature = None,
-    softcap: float | None = None,
-    score_mod: ScoreFunction | None = None,
-    sink: float | Tensor | None = None,
-    window: Window = None,
-    key_lengths: Tensor | Sequence[int] | None = None,
-    gate: Tensor | None = None,
-    return_stats: Wanted = False,
-    backend: str | None = None,
-) -> Tensor | tuple[Tensor, Statistics]:
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: AttnMask = ..., dropout_p: float = ..., is_causal: bool = ...,
+    scale: Scale = ..., enable_gqa: bool = ..., *, return_weights: int | Sequence[int] | Tensor,
+    return_stats: bool | str | Sequence[str] = ..., **options: Unpack[Keywords],
+) -> tuple[Tensor, Statistics]: ...  # fmt: skip
+
+
+@takes_options
+def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, return_weights: Rows = None) -> Any:
     """o_i = Σ_j p_ij·v_j, p_i = normaliser((cap(scale·q_i·k_j) + bias_ij) / T): torch's signature, then ours.
 
     >>> import regard, torch
@@ -159,7 +87,11 @@ def attention(
         gate: logits g of an output gate (arXiv 2505.06708), o_i ← σ(g_i)·o_i: one per head, (…, Hq, Lq) or
             (…, Hq, Lq, 1), or one per element, (…, Hq, Lq, Dv). Statistics are those before the gate.
         return_stats: True for all statistics, or a tuple of names, even (); the result is then (out, stats). `entropy`,
-            `logsumexp` and `logit_variance` of softmax, softmax1 and sinks carry gradients, the others none.
+            `logsumexp` and `logit_variance` of softmax, softmax1 and sinks carry gradients, the others none. Beside
+            them `"received"`, (…, Hq, Lk): the weight that each key receives, summed over the queries; and
+            `"top_keys(8)"`: a pair (index, weight), each (…, Hq, Lq, 8), of each row's keys of most weight.
+        return_weights: rows, an int or several, whose weights (…, Hq, R, Lk) come as `stats.weights`; the result is
+            then (out, stats). Neither these nor `received` nor `top_keys` carry gradients or make an N × N tensor.
         backend: "torch", "cpu", "triton" or "reference"; None lets `regard.attention_path` choose.
 
     Returns:
@@ -175,52 +107,31 @@ def attention(
     exact and slow, or, of plain softmax, from torch's plain products (unless another backward with
     `retain_graph=True` came before), but not with dropout or inside checkpointing.
     """
-    options = AttentionOptions(
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, score_mod, sink, window,
-        key_lengths, gate, return_stats, backend,
-    )  # fmt: skip
-    key = plan_key(q, k, v, options) if is_plain_eager() else None
-    plan = None if key is None else plans.get(key)
-    if plan is not None:
-        result = plan(q, k, v)
-        return result if gate is None else gate_result(result, gate)
-    moving = None
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:  # a compiler would guard on the level
-        moving = plan_duals(q, k, v, options)
-    if moving is not None and moving[1] in settings:
-        return attend_duals(settings[moving[1]], moving[0])
-    if any(map(dtensor.is_dtensor, (q, k, v))):
-        return dtensor.attention(attention, q, k, v, options)
-    call = prepare(q, k, v, options)
-    if key is not None and dropout_p != 1.0:  # then v is not the one that came
-        keep_plan(key, q, k, v, call)
-    if moving is not None and dropout_p != 1.0:
-        keep_setting(moving[1], call)
-    return execute(call)
+    if return_weights is not None or asks_for_keys(options.return_stats):
+        return attend_with_keys(q, k, v, options, return_weights)
+    key = plans.call_key(q, k, v, options) if is_plain_eager() else None
+    plan = None if key is None else plans.plans.get(key)
+    if plan is None:
+        moving = None
+        if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:  # a compiler would guard on the level
+            moving = plans.plan_duals(q, k, v, options)
+        if moving is not None and moving[1] in plans.settings:
+            return attend_duals(plans.settings[moving[1]], moving[0])
+        if any(map(dtensor.is_dtensor, (q, k, v))):
+            return dtensor.attention(attention, q, k, v, options)
+        call = prepare(q, k, v, options)
+        if moving is not None:
+            plans.keep_setting(moving[1], call)
+        plan = None if key is None else plans.make_plan(call)
+        if plan is None:
+            return execute(call)
+        plans.keep_plan(key, plan, call)
+    result = plan(q, k, v)
+    return result if options.gate is None else gate_result(result, options.gate)
 
 
-@knows_other_names
-def attention_path(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: AttnMask = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | str | Tensor | None = None,
-    enable_gqa: bool = False,
-    *,
-    normalizer: str | Choice = "softmax",
-    temperature: Temperature = None,
-    softcap: float | None = None,
-    score_mod: ScoreFunction | None = None,
-    sink: float | Tensor | None = None,
-    window: Window = None,
-    key_lengths: Tensor | Sequence[int] | None = None,
-    gate: Tensor | None = None,
-    return_stats: Wanted = False,
-    backend: str | None = None,
-) -> Path:
+@takes_options
+def attention_path(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Path:
     """The backend that `regard.attention` takes for these arguments, and why; nothing is computed.
 
     >>> import regard, torch
@@ -239,10 +150,6 @@ def attention_path(
         TypeError: As `regard.attention` raises it.
         ValueError: As `regard.attention` raises it.
     """
-    options = AttentionOptions(
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, score_mod, sink, window,
-        key_lengths, gate, return_stats, backend,
-    )  # fmt: skip
     call = prepare(q, k, v, options)
     if call.path.backend == "triton":
         return replace(call.path, reason=f"{call.path.reason}; kernel {describe_kernel(call.problem)}")

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from functools import cache
 
 import torch
+
+DEFAULT_ORDER = [1, 2, 0, 3, 4]  # of torch's attention kernels: flash, efficient, math, cuDNN, a device's own
+
+
+NO_NUMBA = (
+    "numba is not installed, so that the float64 reference computes on the CPU: right, some queries at a time, and "
+    'many times slower; pip install "regard[cpu]"'
+)
 
 
 @cache
@@ -56,6 +66,35 @@ def triton_version() -> tuple[int, int]:
         return 0, 0
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def allowed_backends() -> tuple[int, ...] | None:
+    """The numbers of torch's attention kernels that `sdpa_kernel` or a setting leaves, in its order; None: all."""
+    c = torch._C
+    enabled = c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(), c._get_math_sdp_enabled()
+    order = c._get_sdp_priority_order()
+    if all(enabled) and c._get_cudnn_sdp_enabled() and order == DEFAULT_ORDER:
+        return None
+    return *enabled, c._get_cudnn_sdp_enabled(), *order
+
+
+def _find_numba() -> bool:
+    try:
+        return importlib.util.find_spec("numba") is not None
+    except ImportError:
+        return False
+
+
+_has_numba, _said = _find_numba(), False  # once: a compiler would trace the search
+
+
+def has_numba() -> bool:
+    """True if numba, which compiles the CPU kernels, can be imported; says once what follows if it cannot."""
+    global _said
+    if not _has_numba and not _said:
+        _said = True
+        warnings.warn(f"regard: {NO_NUMBA}", RuntimeWarning, stacklevel=2)
+    return _has_numba
 
 
 def supports_float64(device: torch.device) -> bool:

@@ -5,14 +5,24 @@ Which of torch's kernels runs is chosen later, in `cudnn_forward.py`.
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard._core.device import has_bulk_copies, has_large_shared_memory, supports_gluon
-from regard._core.problem import Problem
+from regard._core.device import (
+    NO_NUMBA,
+    allowed_backends,
+    has_bulk_copies,
+    has_large_shared_memory,
+    has_numba,
+    supports_gluon,
+)
+from regard._core.problem import Problem, find_option
 from regard._core.readable import readable
 from regard._core.rows.execute import is_transformed, is_within_vmap
 from regard.statistics import ON_REQUEST
@@ -24,6 +34,23 @@ REQUESTED = "asked for by backend="
 ROWS = 64  # queries that the Hopper kernel takes at least
 LONG = 2**29  # scores, from which on our forward of plain softmax is faster than cuDNN's
 MASKED = 2**26  # the same beside a bool mask, which cuDNN takes as a bias in memory
+
+
+class Lengths(NamedTuple):
+    """All that the choice between backends knows of lengths, so that a plan serves every length of a class."""
+
+    is_step: bool  # one query: a decoding step
+    is_short: bool  # too few queries for the Hopper kernel
+    has_one_key: bool
+    is_long: bool
+    is_long_beside_mask: bool
+
+
+def classify_lengths(queries_shape: Sequence[int], keys: int) -> Lengths:
+    """The class of the lengths of a call with q (…, M, D) and `keys` keys."""
+    *rows, queries, width = queries_shape
+    scores = math.prod(rows) * queries * keys * max(1, width // 128)
+    return Lengths(queries == 1, queries < ROWS, keys == 1, scores >= LONG, scores >= MASKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +70,10 @@ def choose(problem: Problem, policy: object | None, backend: str | None) -> Path
     if backend is not None:
         _check_backend(backend, problem, obstacle)
         return Path(backend, REQUESTED)
+    if obstacle is None and not has_transform(problem):
+        return _choose_for_plain_softmax(problem)
     unfused = why_not_fused(problem, device == "cuda")
-    if obstacle is None and (unfused or not has_transform(problem)):
+    if obstacle is None and unfused:
         return _choose_for_plain_softmax(problem)
     if unfused is not None:
         return Path("reference", unfused)
@@ -82,6 +111,8 @@ def why_not_fused(problem: Problem, on_gpu: bool) -> str | None:
         return "params of score_mod that have gradients, which no fused kernel computes"
     if has_transform(problem) and (reason := why_not_carried(problem)):
         return f"{TRANSFORM} that the fused kernels cannot carry: {reason}"
+    if not on_gpu and problem.q.device.type == "cpu" and not has_numba():
+        return NO_NUMBA
     return find_gpu_obstacle(problem) if on_gpu else None
 
 
@@ -136,22 +167,21 @@ def why_not_carried(problem: Problem) -> str | None:
     return next((what for given, what in obstacles if given), None) or find_gpu_obstacle(problem)
 
 
+OURS_ALONE = (  # options that torch's sdpa does not have
+    "stats", "softcap", "score", "sink", "left", "right", "interval", "row_bias", "relative", "temperature",
+)  # fmt: skip
+
+
 def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
     """Why torch's sdpa cannot compute this, in a few words; None if it can."""
     if problem.choice.name != "softmax":
         return f"normalizer {problem.choice.spec!r}"
     masked = problem.mask is not None or problem.bias is not None
+    if option := find_option(problem, *OURS_ALONE):
+        return option
     obstacles = (
         (problem.q.shape[1] == 0, "no heads"),  # torch 2.11 ends the process
-        (problem.stats, "statistics"),
-        (problem.softcap, "a soft cap"),
-        (problem.score is not None, "a score function"),
-        (problem.sink is not None, "a sink"),
-        (problem.left is not None or problem.right is not None, "a window"),
-        (problem.interval is not None, "an interval of keys per query"),
-        (problem.row_bias is not None, "a bias per query"),
-        (problem.relative is not None, "a relative bias"),
-        (problem.temperature is not None or policy is not None, "a temperature per query"),
+        (policy is not None, "a temperature per query"),
         (masked and problem.causal, "a mask beside causal order"),
         (problem.key_lengths is not None and problem.causal, "key lengths beside causal order"),
         (problem.key_lengths is not None and problem.q.is_cuda and not problem.dropout_p, "key lengths"),
@@ -188,15 +218,16 @@ def unfused_error(backend: str, reason: str) -> ValueError:
 
 def is_our_forward_faster(problem: Problem) -> bool:
     """True where our Hopper forward beats cuDNN's: 16 bits, widths that it takes, many scores (h200-calls.md)."""
-    q, k, width, value_width = problem.q, problem.k, problem.q.shape[-1], problem.v.shape[-1]
-    masked = problem.mask is not None
+    q, width, value_width = problem.q, problem.q.shape[-1], problem.v.shape[-1]
+    masked, lengths = problem.mask is not None, classify_lengths(problem.q.shape, problem.k.shape[2])
     return (
         q.is_cuda
         and (q.dtype == torch.bfloat16 or (masked and q.dtype == torch.float16))
         and width % 8 == value_width % 8 == 0
         and value_width <= width <= 256
-        and q.shape[2] >= (ROWS if masked else 2)
-        and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * max(1, width // 128) >= (MASKED if masked else LONG)
+        and not (lengths.is_short if masked else lengths.is_step)
+        and (lengths.is_long_beside_mask if masked else lengths.is_long)
+        and allowed_backends() is None
         and problem.bias is problem.key_lengths is None
         and not problem.dropout_p
         and supports_gluon(q.device)

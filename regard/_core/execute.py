@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.weak import WeakIdKeyDictionary
 
 from regard import reference, statistics
 from regard._core import cudnn_forward, ops
@@ -27,12 +28,17 @@ from regard._core.rows.execute import is_transformed
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 
+opened_rows = WeakIdKeyDictionary()  # mask given to torch -> rows that see no key: opened there, zeroed afterwards
 MOVED = ("max_logit", "mean_logit", "logsumexp")  # by a number that is added to every score of a row
 
 
 def execute(call: Call) -> Tensor | tuple[Tensor, Statistics]:
     """The result of a call in the shape, dtype and form that its caller asked for."""
-    out, stacked, order = RUN[call.path.backend](call)
+    return finish(call, *RUN[call.path.backend](call))
+
+
+def finish(call: Call, out: Tensor, stacked: Tensor | None, order: tuple[str, ...]) -> Any:
+    """The result of a call from o [B, H, M, E] and its statistics, stacked in an order."""
     out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
     out = out if call.gate is None else apply_gate(out, call.gate)
     if not call.wanted:
@@ -46,7 +52,8 @@ def execute(call: Call) -> Tensor | tuple[Tensor, Statistics]:
 def shift_logits(call: Call, stacked: Tensor, order: tuple[str, ...]) -> Tensor:
     """Add a bias per query, over the temperature, to the statistics of the logits that it moves."""
     assert call.row_shift is not None
-    shift = call.row_shift if call.temperature is None else call.row_shift / call.temperature
+    temperature = call.given["temperature"]
+    shift = call.row_shift if temperature is None else call.row_shift / temperature
     shift = torch.where(stacked[order.index("visible_keys")] > 0, shift, 0.0)
     return torch.stack([x + shift if name in MOVED else x for name, x in zip(order, stacked, strict=True)])
 
@@ -63,7 +70,7 @@ def run_torch(call: Call) -> Result:
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
     elif problem.causal and k.shape[2] > q.shape[2]:  # keys that no query sees
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-    mask = call.bias if call.bias is not None else call.mask
+    mask = call.given["bias"] if problem.bias is not None else call.given["mask"]
     if problem.key_lengths is not None:
         keys = torch.arange(k.shape[2], device=k.device)
         visible = (keys < problem.key_lengths[:, None])[:, None, None, :]
@@ -81,7 +88,7 @@ def run_torch(call: Call) -> Result:
         if mask.dtype not in (torch.bool, q.dtype):
             mask = mask.to(torch.promote_types(q.dtype, torch.float32))  # 16 bits would merge different biases
         if not torch.compiler.is_compiling():
-            mask.sees_nothing = empty  # type: ignore[attr-defined]  # health does not count these rows
+            opened_rows[mask] = empty
     grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  # of symbols, != is no bool to torch
     options: dict[str, Any] = dict(attn_mask=mask, dropout_p=problem.dropout_p, is_causal=problem.causal)
     options |= dict(scale=problem.scale, enable_gqa=grouped)
@@ -118,7 +125,7 @@ def apply_policy(call: Call) -> Call:
 
     asked = check_policy_tensor(call, call.policy(visible_keys(call.problem), Rows(call.queries, measure)))
     problem = replace(call.problem, temperature=asked.expand(call.problem.q.shape[:3]))
-    return replace(call, problem=problem, temperature=asked, policy=None)
+    return replace(call, problem=problem, given={**call.given, "temperature": asked}, policy=None)
 
 
 def check_policy_tensor(call: Call, asked) -> Tensor:
@@ -126,7 +133,8 @@ def check_policy_tensor(call: Call, asked) -> Tensor:
     asked = check_policy_result(asked, call.policy, call.problem.q.shape[:3])
     asked = asked.to(call.problem.q.device, call.problem.accumulator)
     asked = asked.reshape(*(1,) * (3 - asked.ndim), *asked.shape)
-    return asked if call.temperature is None else asked * call.temperature  # the latter is a scale per head
+    own = call.given["temperature"]  # a scale per head
+    return asked if own is None else asked * own
 
 
 def run_fused(call: Call) -> Result:

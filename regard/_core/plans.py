@@ -1,109 +1,92 @@
 """Plans: a call whose kind was seen before goes from one dictionary look-up to its kernel.
 
 Checking sixteen arguments and choosing a path costs more than a small kernel runs. All of it follows from the options
-and from the shapes, dtypes and device of q, k and v, so that its result is kept under these as a key. Only calls
-without tensors of the user's among their options are kept, and only where nothing records or rewrites calls.
+and from what `call_key` takes of q, k and v, so that its result is kept under that key; the first call runs the plan
+that it makes. Lengths are no part of the key where nothing but their class decides, so that a growing cache keeps its
+plan; what follows from exact lengths (blocks, tapes) is kept by the backends, one level below. Only calls without
+tensors of the user's among their options have plans, and only where nothing records or rewrites calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from regard import normalizers, statistics
+from regard._core.arguments import AttentionOptions, key_of
 from regard._core.cudnn_forward import plan_attention
 from regard._core.derivatives.autograd import FusedAttention, differentiable_twice
 from regard._core.derivatives.transforms import Duals, Setting, split_duals
-from regard._core.dispatch import has_transform, why_not_carried
+from regard._core.device import allowed_backends
+from regard._core.dispatch import classify_lengths, has_transform, why_not_carried
 from regard._core.ops.backends import ATTENTION, backend_module
-from regard._core.options import AttentionOptions
 from regard._core.prepare import Call
-from regard._core.problem import TENSORS, Kind, Problem
-from regard.mask import Mask
+from regard._core.problem import MARKS, TENSORS, Problem
+from regard._core.remember import remember
 from regard.statistics import Statistics
 
 Plan = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Statistics]]
 MAX_PLANS, MAX_INTERVALS = 1024, 16
-NUMBER_OR_NONE = (float, int, type(None))
 plans: dict[Hashable, Plan] = {}
 settings: dict[Hashable, Setting] = {}  # of calls in forward mode
-with_interval: list[Hashable] = []  # keys of plans that hold an interval per query, the oldest first
+with_interval: dict[Hashable, None] = {}  # keys of plans that hold an interval per query, the oldest first
+after_tensors = attrgetter(*list(MARKS)[3:])  # the fields of a problem after q, k and v
 
 
-def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hashable | None:
+def call_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hashable | None:
     """Return the key of the plan of a call in plain eager mode; None for a call that has no plan."""
-    mask, dropout_p, causal, scale, gqa, normalizer, temperature, softcap, _, _, window, _, gate, stats, backend = (
-        options
-    )
-    if not (
-        type(q) is type(k) is type(v) is Tensor
-        and options.sink is options.key_lengths is options.score_mod is None
-        and (mask is None or (type(mask) is Mask and mask.has_plan))
-        and type(causal) is type(gqa) is bool
-        and type(dropout_p) in NUMBER_OR_NONE
-        and (type(scale) in NUMBER_OR_NONE or type(scale) is str)
-        and type(temperature) in NUMBER_OR_NONE
-        and type(softcap) in NUMBER_OR_NONE
-        and type(normalizer) is str
-        and (type(stats) is bool or type(stats) is str or (type(stats) is tuple and all(type(x) is str for x in stats)))
-        and (gate is None or type(gate) is Tensor)
-        and (window is None or (type(window) is tuple and all(type(side) in (int, type(None)) for side in window)))
-        and (backend is None or type(backend) is str)
-        and q.layout is k.layout is v.layout is torch.strided
-    ):
+    if not (type(q) is type(k) is type(v) is Tensor and q.layout is k.layout is v.layout is torch.strided):
         return None
-    device = q.device
-    if device.type not in ("cpu", "cuda"):
+    device, given = q.device, key_of(options)
+    if given is None or not (q.dtype is k.dtype is v.dtype and device == k.device == v.device):
         return None
-    autocast = torch.is_autocast_enabled(device.type)
-    if autocast and q.dtype != torch.get_autocast_dtype(device.type):
+    (*lead, queries, width), (*kv_lead, keys, _), sizes = q.shape, k.shape, v.shape
+    if len(sizes) < 2 or sizes[-2] != keys or k.shape[-1] != width or not (queries and keys):
         return None
-    same = q.dtype is k.dtype is v.dtype and device == k.device == v.device
-    shapes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-    modes = torch.are_deterministic_algorithms_enabled(), autocast, normalizers.generation()
-    parts = None if mask is None else mask.parts
-    gated = None if gate is None else (gate.shape, gate.dtype, gate.device, gate.layout)
-    scalars = parts, causal, scale, gqa, normalizer, temperature, softcap, window, stats, backend
-    return (shapes, q.dtype, device, dropout_p, gated, scalars, modes) if same else None
+    autocast = torch.is_autocast_enabled(device.type) if device.type in ("cpu", "cuda") else None
+    if autocast is None or (autocast and q.dtype != torch.get_autocast_dtype(device.type)):
+        return None
+    lengths: Hashable = queries > keys, queries < keys
+    modes: Hashable = torch.are_deterministic_algorithms_enabled(), autocast, normalizers.generation()
+    if options.attn_mask is not None or options.gate is not None:
+        lengths = queries, keys
+    if q.is_cuda:
+        modes = modes, allowed_backends(), *[x.is_contiguous() or x.stride() for x in (q, k, v)]
+        lengths = lengths, classify_lengths(q.shape, keys)
+    return given, tuple(lead), width, tuple(kv_lead), sizes[:-2], sizes[-1], lengths, q.dtype, device, modes
 
 
-def keep_plan(key: Hashable, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """Keep a plan for calls like this one, if one can be made."""
-    plan = make_plan(q, k, v, call)
-    if plan is None:
-        return
-    if len(plans) >= MAX_PLANS:
-        plans.clear()
-        with_interval.clear()
-    plans[key] = plan
-    if call.interval is not None:  # which takes memory, and a step of packed batches brings new ones
-        with_interval.append(key)
-        if len(with_interval) > MAX_INTERVALS:
-            plans.pop(with_interval.pop(0), None)
+def keep_plan(key: Hashable, plan: Plan, call: Call) -> None:
+    """Keep a plan for calls like this one."""
+    remember(plans, key, plan, MAX_PLANS)
+    if call.problem.interval is not None:  # which takes memory, and a step of packed batches brings new ones
+        while len(with_interval) >= MAX_INTERVALS:
+            oldest = next(iter(with_interval))
+            with_interval.pop(oldest, None), plans.pop(oldest, None)
+        with_interval[key] = None
 
 
-def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:
+def make_plan(call: Call) -> Plan | None:
     """The plan of a call whose tensors are used as they came; None where something would have to be done to them."""
     problem = call.problem
-    same = all(given.shape == used.shape for given, used in ((q, problem.q), (k, problem.k), (v, problem.v)))
-    if not same or problem.q.dtype != call.dtype or call.policy is not None or call.temperature is not None:
+    others = call.policy, call.row_shift, *(getattr(problem, name) for name in TENSORS[3:] if name != "interval")
+    if not call.is_as_given or any(x is not None for x in others) or problem.dropout_p:
         return None
-    if call.theta is not None or problem.dropout_p or not q.numel() or not k.numel() or not v.numel():
+    if not (problem.q.numel() and problem.v.numel()):
         return None
     if call.path.backend == "torch":
-        cut = problem.causal and k.shape[2] > q.shape[2]
+        cut = problem.causal and problem.k.shape[2] > problem.q.shape[2]
         return None if cut or call.wanted is not None else _torch_plan(problem)
     if call.path.backend in ("cpu", "triton") and (problem.choice.merges or not problem.stats):
         module = backend_module(ATTENTION, call.path.backend)
-        options = replace(problem.without_tensors(), kind=Kind(), interval=problem.interval)
-        rest = tuple(getattr(options, field.name) for field in fields(Problem)[3:])
-        small = module.plan(problem) if call.path.backend == "cpu" and not torch.is_autocast_enabled("cpu") else None
-        return partial(_run_fused, options, rest, module, small, call.wanted)
+        options = replace(problem.without_tensors(), kind=object(), interval=problem.interval)
+        return partial(_run_fused, options, after_tensors(options), module, call.wanted)
     return None
 
 
@@ -117,20 +100,18 @@ def plan_duals(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tu
         return None
     q, k, v = duals.primals
     with duals.outside():
-        key = plan_key(q, k, v, options)
+        key = call_key(q, k, v, options)
     return None if key is None else (duals, key)
 
 
 def keep_setting(key: Hashable, call: Call) -> None:
     """Keep how a call in forward mode is computed, if its tensors are used as they came."""
-    problem, shapes = call.problem, key[0]  # type: ignore[index]
-    same = shapes[:3] == (problem.q.shape, problem.k.shape, problem.v.shape) and problem.q.dtype == call.dtype
+    problem = call.problem
     others = call.policy, call.wanted, *call.inputs[3:]
     carried = call.path.backend in ("cpu", "triton") and has_transform(problem) and why_not_carried(problem) is None
-    if same and carried and all(x is None for x in others) and not problem.dropout_p and problem.v.numel():
-        if len(settings) >= MAX_PLANS:
-            settings.clear()
-        settings[key] = Setting(problem.without_tensors(), call.path.backend, (0, 1, 2))
+    whole = not problem.dropout_p and problem.v.numel()
+    if call.is_as_given and carried and whole and all(x is None for x in others):
+        remember(settings, key, Setting(problem.without_tensors(), call.path.backend, (0, 1, 2)), MAX_PLANS)
 
 
 def _torch_plan(problem: Problem) -> Plan:
@@ -144,19 +125,16 @@ def _torch_plan(problem: Problem) -> Plan:
 
 
 def _run_fused(
-    options: Problem, rest: tuple, module: ModuleType, small: Callable | None, wanted: tuple[str, ...] | None,
-    q: Tensor, k: Tensor, v: Tensor,
-) -> Tensor | tuple[Tensor, Statistics]:  # fmt: skip
+    options: Problem, rest: tuple, module: ModuleType, wanted: tuple[str, ...] | None, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor | tuple[Tensor, Statistics]:
     order = options.stats
+    problem = Problem(q, k, v, *rest)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        problem = Problem(q, k, v, *rest)
         problem.stats = order = statistics.with_gradient_inputs(order, options.choice)
         given = (options.interval if name == "interval" else None for name in TENSORS[3:])
         out, stacked = FusedAttention.apply(problem, module, q, k, v, *given)
-    elif small is not None:
-        out, stacked = small(q, k, v)
     else:
-        out, stacked = module.attend(Problem(q, k, v, *rest))
+        out, stacked = module.attend(problem)
     if wanted is None:
         return out
     return out, Statistics.of_stacked(stacked, order, wanted, options.choice)

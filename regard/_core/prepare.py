@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers, statistics
+from regard._core.arguments import AttentionOptions
 from regard._core.dispatch import Path, choose
 from regard._core.dtypes import accumulator
 from regard._core.mask.attn_mask import split_attn_mask
@@ -23,7 +24,6 @@ from regard._core.mask.visible import (
     resolve_mask,
 )
 from regard._core.options import (
-    AttentionOptions,
     check_dropout,
     check_gate,
     check_scale_tensor,
@@ -37,7 +37,7 @@ from regard._core.options import (
     split_scale,
     void_outside_kernels,
 )
-from regard._core.problem import Problem
+from regard._core.problem import TENSORS, Problem
 from regard._core.readable import readable
 from regard._core.rows.validation import check_flag, check_scores, is_autocast
 from regard.scores import resolve_scale
@@ -49,32 +49,28 @@ class Call:
     """One checked call: its problem, the tensors that gradients flow to, and what the caller gets back."""
 
     problem: Problem
-    bias: Tensor | None  # 4-dim, not expanded; likewise mask, temperature (3-dim) and sink (3-dim)
-    mask: Tensor | None
-    temperature: Tensor | None
-    sink: Tensor | None
+    given: dict[str, Tensor | None]  # the problem's tensors beside q, k and v as they came, not expanded
     policy: Callable | None  # a temperature policy that has not been asked yet
     queries: Tensor  # [B, H, M, D] before any scale per head: what a policy reads
     wanted: tuple[str, ...] | None  # statistics to return; None returns the output alone
     lead: tuple[int, ...]  # leading dims of the output, (…, H)
     dtype: torch.dtype  # of the output
     path: Path
-    interval: Tensor | None = None  # [3, B or 1, H or 1, M]
-    row_bias: Tensor | None = None  # 3-dim, not expanded
-    relative: Tensor | None = None  # [H or 1, M + N − 1]
-    theta: Tensor | None = None  # 3-dim, not expanded
-    score_params: Tensor | None = None  # [P, H]
-    gate: Tensor | None = None  # as it came, checked
-    row_shift: Tensor | None = None  # 3-dim, not expanded: a bias per query that moves statistics alone
+    gate: Tensor | None  # as it came, checked
+    row_shift: Tensor | None  # 3-dim, not expanded: a bias per query that moves statistics alone
+    shapes: tuple[torch.Size, ...]  # of q, k and v as they came; () if v was replaced
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """The tensors of the problem in the order of `problem.TENSORS`, options not expanded."""
+        """The tensors of the problem in the order of `problem.TENSORS`, not expanded."""
         p = self.problem
-        return (
-            p.q, p.k, p.v, self.bias, self.mask, self.temperature, self.sink, p.key_lengths, p.seed, self.interval,
-            self.row_bias, self.relative, self.theta, self.score_params,
-        )  # fmt: skip
+        return p.q, p.k, p.v, *(self.given.get(name, getattr(p, name)) for name in TENSORS[3:])
+
+    @property
+    def is_as_given(self) -> bool:
+        """True if q, k and v of the problem are those of the caller."""
+        p = self.problem
+        return self.shapes == (p.q.shape, p.k.shape, p.v.shape) and p.q.dtype == self.dtype
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
@@ -83,14 +79,15 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     chosen = normalizers.get(options.normalizer).simplest
     choice = chosen.plain
     check_tensors(q, k, v)
+    shapes: tuple[torch.Size, ...] = (q.shape, k.shape, v.shape)
     rank = max(q.ndim, k.ndim, v.ndim)
     q, k, v = (x[(None,) * (rank - x.ndim)] for x in (q, k, v))
     given = split_attn_mask(options.attn_mask, options.is_causal, q.device)
-    (q, k, v), tensors = cast_for_autocast(q, k, v), cast_for_autocast(*given.tensors, like=q)
+    (q, k, v), dense = cast_for_autocast(q, k, v), cast_for_autocast(*given.tensors, like=q)
     dtype = q.dtype
     dropout_p = check_dropout(options.dropout_p, wanted)
     if dropout_p == 1.0:  # every weight is dropped: output and gradients are 0
-        v, dropout_p = v.masked_fill(torch.ones((), dtype=torch.bool, device=v.device), 0.0), 0.0
+        v, dropout_p, shapes = v.masked_fill(torch.ones((), dtype=torch.bool, device=v.device), 0.0), 0.0, ()
     is_causal, enable_gqa = check_flag(given.is_causal, "is_causal"), check_flag(options.enable_gqa, "enable_gqa")
     by_entry = options.key_lengths is not None or given.counts_entries
     lead, batch, heads, kv_heads = broadcast_leading(q, k, v, enable_gqa, by_entry, options.sink)
@@ -100,7 +97,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     kv_lead = lead if heads == 1 else (*lead[:-1], kv_heads)
     k, v = (x.expand(*kv_lead, *x.shape[-2:]).reshape(batch, kv_heads, *x.shape[-2:]) for x in (k, v))
     bias = mask = None
-    for x in tensors:
+    for x in dense:
         shaped = check_mask(x, lead, batch, heads, queries, keys, q)
         if shaped.dtype == torch.bool:
             mask = shaped if mask is None else mask & shaped
@@ -150,10 +147,16 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         visible, key_lengths = resolve_mask(given.mask, beside, q, queries, keys, counts_distance)
         is_causal, left, right, interval = visible.causal, visible.left, visible.right, visible.interval
     score_params = None if score is None else score.stack_params(heads, q, accumulator(q.dtype))
-    template = Problem(q, k, v, choice, scale, softcap, dropout_p=dropout_p, stats=measured, score=score)
-    template.causal, template.left, template.right = is_causal, left, right
-    given_options = bias, mask, temperature, sink, key_lengths, None, interval, row_bias, relative, None, score_params
-    problem = template.with_tensors((q, k, v, *given_options))
+    tensors = dict(
+        bias=bias, mask=mask, temperature=temperature, sink=sink, interval=interval, row_bias=row_bias,
+        relative=relative, score_params=score_params,
+    )  # fmt: skip
+    template = Problem(
+        q, k, v, choice, scale, softcap, causal=is_causal, left=left, right=right, dropout_p=dropout_p, stats=measured,
+        score=score,
+    )  # fmt: skip
+    every = tensors | dict(q=q, k=k, v=v, key_lengths=key_lengths)
+    problem = template.with_tensors([every.get(name) for name in TENSORS])
     theta = None
     if chosen is not choice:
         theta = check_theta(chosen, lead, batch, heads, queries, q, lambda: visible_keys(problem))
@@ -162,8 +165,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     if theta is not None and path.backend != "reference" and not readable(theta):
         theta = void_outside_kernels(theta, choice)
         problem.theta = theta.expand(problem.q.shape[:3])
-    optional = interval, row_bias, relative, theta, score_params, gate, row_shift
-    return Call(problem, bias, mask, temperature, sink, policy, unscaled, wanted, lead, dtype, path, *optional)
+    tensors["theta"] = theta
+    return Call(problem, tensors, policy, unscaled, wanted, lead, dtype, path, gate, row_shift, shapes)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

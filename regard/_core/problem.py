@@ -8,11 +8,13 @@ Shapes: B batch, H query heads, G key heads (H a multiple of G), M queries, N ke
     o_i  = Σ_j dropout(p_ij) · v_j
 """
 
+# ruff: noqa: RUF009  # every default is made once, by a function that adds the field's mark
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,54 +24,106 @@ from regard._core.dtypes import accumulator
 from regard.normalizers import Choice
 from regard.score_function import ScoreFunction
 
-TENSORS = (
-    "q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "seed", "interval", "row_bias", "relative",
-    "theta", "score_params",
-)  # fmt: skip
-OPTIONS_SCHEMA = (  # of what `Problem.flatten` returns
-    "float scale, float softcap, str score, bool causal, SymInt left, SymInt right, float dropout_p, str normalizer, "
-    "str stats"
-)
+
+class Mark(NamedTuple):
+    """What the library has to know of a field of `Problem`; every list of fields is made from these marks."""
+
+    words: str = ""  # the option in a sentence: "cannot compute a soft cap"
+    over: str | None = None  # of a tensor: what it is expanded over, a key of `Problem.sizes`; "": it stays as it is
+    learned: bool = False  # a tensor that gradients may be asked of
+    wire: tuple[str, Callable, Callable] | None = None  # of an option: its type in the op's schema, to and from it
 
 
-class Kind:
-    """The kind of call that a plan serves: one set of options, shapes, strides, dtypes and device, with noted facts."""
+def _same(x: Any) -> Any:
+    return x
 
-    def __init__(self) -> None:
-        self.facts: dict[str, Any] = {}
+
+def _tensor(words: str = "", over: str = "", learned: bool = False, **default: Any) -> Any:
+    return field(metadata=dict(mark=Mark(words, over, learned)), **default)
+
+
+def _optional(words: str, over: str = "", learned: bool = False) -> Any:
+    return _tensor(words, over, learned, default=None)
+
+
+def _option(kind: str = "", to: Callable = _same, back: Callable = _same, words: str = "", **default: Any) -> Any:
+    return field(metadata=dict(mark=Mark(words, wire=(kind, to, back) if kind else None)), **default)
+
+
+def _side_to(side: int | None) -> int:
+    return -1 if side is None else side
+
+
+def _side_back(side: int) -> int | None:
+    return None if side < 0 else side
+
+
+def _cap_to(cap: float | None) -> float:
+    return cap or 0.0
+
+
+def _cap_back(cap: float) -> float | None:
+    return cap or None
+
+
+def _names_to(names: tuple[str, ...]) -> str:
+    return ",".join(names)
+
+
+def _names_back(names: str) -> tuple[str, ...]:
+    return tuple(names.split(",")) if names else ()
+
+
+def _score_to(score: ScoreFunction | None) -> str:
+    return "" if score is None else score.key
+
+
+def _score_back(key: str) -> ScoreFunction | None:
+    return score_function.find(key) if key else None
+
+
+def _choice_to(choice: Choice) -> str:
+    return choice.spec
 
 
 @dataclass(slots=True)
 class Problem:
-    """The tensors of one call, brought to [B, H, M, D], and its options, resolved to numbers and flags."""
+    """The tensors of one call, brought to [B, H, M, D], and its options, resolved to numbers and flags.
 
-    q: Tensor  # [B, H, M, D]
-    k: Tensor  # [B, G, N, D]
-    v: Tensor  # [B, G, N, E]
-    choice: Choice
-    scale: float
-    softcap: float | None = None
-    bias: Tensor | None = None  # [B, H, M, N] floats, expanded (strides may be 0); −inf hides a key
-    mask: Tensor | None = None  # [B, H, M, N] bool, expanded; True = visible
-    temperature: Tensor | None = None  # [B, H, M], expanded; > 0
-    sink: Tensor | None = None  # [B, H, M], expanded: a logit, after the temperature
-    key_lengths: Tensor | None = None  # [B] int32: keys ≥ key_lengths[b] are hidden
-    causal: bool = False  # query i sees keys ≤ i
-    left: int | None = None  # query i sees keys ≥ i − left
-    right: int | None = None  # query i sees keys ≤ i + right
-    dropout_p: float = 0.0
-    seed: Tensor | None = None  # [1] int64, on q's device
-    stats: tuple[str, ...] = ()  # names, in the order of statistics.NAMES
-    first_query: int = 0  # where q and k begin in the whole sequence, if they are pieces of it: causal order, window,
-    first_key: int = 0  # key_lengths, distance and dropout count positions there
-    queries: int | None = None  # of the whole sequence; None: q is whole
-    kind: Kind | None = None  # shared by problems of one plan
-    interval: Tensor | None = None  # [3, B, H, M] int32, expanded: lo, hi, position: query i sees keys lo ≤ j < hi only
-    row_bias: Tensor | None = None  # [B, H, M] floats, expanded: added to every score of its row, beside `bias`
-    relative: Tensor | None = None  # [H, M + N − 1] floats: relative[h, j − i + M − 1] is added to s_ij
-    theta: Tensor | None = None  # [B, H, M], expanded: the normaliser's parameter, in the place of `choice.theta`
-    score: ScoreFunction | None = None  # beside no soft cap; its own parameters are not read
-    score_params: Tensor | None = None  # [P, H], accumulator dtype
+    A new field needs a mark: `_tensor` or `_optional` for a tensor, `_option` for anything else. Keys of calls seen
+    before, the custom op, autograd and the texts of refusals know the field by it.
+    """
+
+    q: Tensor = _tensor()  # [B, H, M, D]
+    k: Tensor = _tensor()  # [B, G, N, D]
+    v: Tensor = _tensor()  # [B, G, N, E]
+    choice: Choice = _option("str", _choice_to, normalizers.get)
+    scale: float = _option("float")
+    softcap: float | None = _option("float", _cap_to, _cap_back, "a soft cap", default=None)
+    bias: Tensor | None = _optional("a bias", "scores", learned=True)  # [B, H, M, N] floats; −inf hides a key
+    mask: Tensor | None = _optional("a dense mask", "scores")  # [B, H, M, N] bool; True = visible
+    temperature: Tensor | None = _optional("a temperature per query", "rows", learned=True)  # [B, H, M]; > 0
+    sink: Tensor | None = _optional("a sink", "rows", learned=True)  # [B, H, M]: a logit, after the temperature
+    key_lengths: Tensor | None = _optional("key lengths")  # [B] int32: keys ≥ key_lengths[b] are hidden
+    causal: bool = _option("bool", default=False)  # query i sees keys ≤ i
+    left: int | None = _option("SymInt", _side_to, _side_back, "a window", default=None)  # i sees keys ≥ i − left
+    right: int | None = _option("SymInt", _side_to, _side_back, "a window", default=None)  # i sees keys ≤ i + right
+    dropout_p: float = _option("float", words="dropout", default=0.0)
+    seed: Tensor | None = _optional("")  # [1] int64, on q's device
+    stats: tuple[str, ...] = _option("str", _names_to, _names_back, "statistics", default=())  # in the order of NAMES
+    first_query: int = _option(default=0)  # where q and k begin in the whole sequence, if they are pieces of it: causal
+    first_key: int = _option(default=0)  # order, window, key_lengths, distance and dropout count positions there
+    queries: int | None = _option(default=None)  # of the whole sequence; None: q is whole
+    interval: Tensor | None = _optional("an interval of keys per query", "interval")  # [3, B, H, M] int32: lo, hi,
+    # position: query i sees keys lo ≤ j < hi only
+    row_bias: Tensor | None = _optional("a bias per query", "rows", learned=True)  # [B, H, M], beside `bias`
+    relative: Tensor | None = _optional("a bias by relative position", "heads", learned=True)  # [H, M + N − 1] floats:
+    # relative[h, j − i + M − 1] is added to s_ij
+    theta: Tensor | None = _optional("a parameter per query", "rows", learned=True)  # [B, H, M], for `choice.theta`
+    score: ScoreFunction | None = _option("str", _score_to, _score_back, "a score function", default=None)  # beside
+    # no soft cap; its own parameters are not read
+    score_params: Tensor | None = _optional("params of score_mod")  # [P, H], accumulator dtype
+    kind: Hashable = _option(default=None)  # stands for all options in keys; problems of one plan share it
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -90,20 +144,23 @@ class Problem:
         """The dtype of sums and row states."""
         return accumulator(self.q.dtype)
 
+    @property
+    def key(self) -> Hashable:
+        """What a kernel is chosen by, beside the tensors: every option."""
+        return options_of(self) if self.kind is None else self.kind
+
     def block(self, first: int, last: int) -> Problem:
         """The problem of queries first … last − 1 alone; the caller keeps track of their positions."""
         last = min(last, self.q.shape[2])
-        rows: dict[str, Any] = {"q": self.q[:, :, first:last]}
-        for name in ("bias", "mask", "temperature", "sink", "theta"):
-            whole = getattr(self, name)
-            rows[name] = None if whole is None else whole[:, :, first:last]
-        for name in ("interval", "row_bias"):
-            whole = getattr(self, name)
-            rows[name] = None if whole is None else whole[..., first:last]
-        if self.relative is not None:
-            after = self.q.shape[2] - last
-            rows["relative"] = self.relative[:, after : after + last - first + self.k.shape[2] - 1]
-        return replace(self, **rows)
+        after = self.q.shape[2] - last
+        cuts: dict[str, Any] = dict(
+            rows=(..., slice(first, last)),
+            interval=(..., slice(first, last)),
+            scores=(..., slice(first, last), slice(None)),
+            heads=(..., slice(after, after + last - first + self.k.shape[2] - 1)),
+        )
+        found = {name: getattr(self, name)[cuts[over]] for name, over in EXPANDED if getattr(self, name) is not None}
+        return replace(self, q=self.q[:, :, first:last], **found)
 
     def without_tensors(self) -> Problem:
         """The options alone: what autograd keeps beside the tensors that it saves."""
@@ -112,39 +169,52 @@ class Problem:
 
     def with_tensors(self, tensors: Sequence[Any]) -> Problem:
         """The options with tensors in the order of `TENSORS`; what may be broadcast is expanded here."""
-        q, k, v, bias, mask, temperature, sink, key_lengths, seed, *others = tensors
-        interval, row_bias, relative, theta, score_params = others
-        rows = q.shape[:3]
-        full = (*rows, k.shape[2])
-        return Problem(  # `replace` would take three times as long
-            q, k, v, self.choice, self.scale, self.softcap, _expand(bias, full), _expand(mask, full),
-            _expand(temperature, rows), _expand(sink, rows), key_lengths, self.causal, self.left, self.right,
-            self.dropout_p, seed, self.stats, self.first_query, self.first_key, self.queries, self.kind,
-            _expand(interval, (3, *rows)), _expand(row_bias, rows), _expand(relative, (rows[1], -1)),
-            _expand(theta, rows), self.score, score_params,
-        )  # fmt: skip
+        found: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS}
+        found.update(zip(TENSORS, tensors, strict=True))
+        rows, keys = found["q"].shape[:3], found["k"].shape[2]
+        sizes: dict[str, Any] = dict(rows=rows, scores=(*rows, keys), interval=(3, *rows), heads=(rows[1], -1))
+        for name, over in EXPANDED:
+            if found[name] is not None:
+                found[name] = found[name].expand(sizes[over])
+        return Problem(**found)  # `replace` would take three times as long
 
     def flatten(self) -> tuple:
-        """The options as `regard::attention` takes them after its tensors: −1 and 0 stand for None."""
-        left, right = (-1 if side is None else side for side in (self.left, self.right))
-        spec, names, score = self.choice.spec, ",".join(self.stats), "" if self.score is None else self.score.key
-        return self.scale, self.softcap or 0.0, score, self.causal, left, right, self.dropout_p, spec, names
+        """The options as `regard::attention` takes them after its tensors."""
+        return tuple([to(getattr(self, name)) for name, (_, to, _) in WIRED])
 
 
-def _expand(x: Tensor | None, shape: Sequence[int]) -> Tensor | None:
-    return None if x is None else x.expand(shape)
+def find_mark(one: Any) -> Mark:
+    """The mark of a field; a field without one is refused, because keys would not know it."""
+    if "mark" not in one.metadata:
+        raise TypeError(f"Problem.{one.name} has no mark: declare it by _tensor, _optional or _option")
+    return one.metadata["mark"]
+
+
+MARKS = {one.name: find_mark(one) for one in fields(Problem)}
+DEFAULTS = {one.name: one.default for one in fields(Problem)}
+TENSORS = tuple(name for name, mark in MARKS.items() if mark.over is not None)
+OPTIONS = tuple(name for name in MARKS if name not in TENSORS)
+EXPANDED = tuple((name, mark.over) for name, mark in MARKS.items() if mark.over)
+OPTIONAL = tuple(name for name, mark in MARKS.items() if mark.learned)  # inputs that may have gradients
+WIRED = tuple((name, mark.wire) for name, mark in MARKS.items() if mark.wire is not None)
+OPTIONS_SCHEMA = ", ".join(f"{wire[0]} {name}" for name, wire in WIRED)  # of what `Problem.flatten` returns
+options_of, tensors_of = attrgetter(*OPTIONS), attrgetter(*TENSORS)
 
 
 def unflatten(tensors: Sequence[Tensor | None], options: Sequence) -> Problem:
     """The problem of what `Problem.flatten` gave and the tensors, not expanded."""
-    scale, softcap, score, causal, left, right, dropout_p, normalizer, stats = options
     empty: Any = None
-    template = Problem(
-        empty, empty, empty, normalizers.get(normalizer), scale, softcap or None, causal=causal,
-        left=None if left < 0 else left, right=None if right < 0 else right, dropout_p=dropout_p,
-        stats=tuple(stats.split(",")) if stats else (), score=score_function.find(score) if score else None,
-    )  # fmt: skip
-    return template.with_tensors(tensors)
+    found = {name: back(value) for (name, (_, _, back)), value in zip(WIRED, options, strict=True)}
+    return Problem(empty, empty, empty, **found).with_tensors(tensors)
+
+
+def find_option(p: Problem, *names: str) -> str | None:
+    """Name the first of these fields that the call has, in words; None if it has none of them."""
+    for name in names:
+        x, default = getattr(p, name), DEFAULTS[name]
+        if x is not default and (isinstance(x, Tensor) or x != default):
+            return MARKS[name].words
+    return None
 
 
 @dataclass

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import forget_derived
+from regard.health.capture.guard import passing
 from regard.health.capture.interception import Interception, as_written, check_model
-from regard.health.examine import evaluation_mode, is_function, max_positions, name_model, run_batch
+from regard.health.measurement.batches import evaluation_mode, is_function, max_positions, run_batch
+from regard.health.measurement.one_pass import name_model
 from regard.health.measurement.query_rows import is_two_sided, padding_of
 from regard.health.tokens.reader import TokenReader
 from regard.health.tokens.text import cut, is_plain, list_special, name_tokens, read_sides, repeat_tokens
@@ -83,8 +85,13 @@ def look(
     elif sequence:
         raise ValueError("sequence: only a batch of token ids can be cut; pass the one sequence itself")
     options: dict[str, Any] = dict(layer=layer, head=head)
+
+    def chosen(queries: int) -> list[int]:
+        with passing():  # a wrong row is the caller's
+            return choose_rows(rows, queries)
+
     reader = TokenReader(
-        read_sides(batch, tokenizer), list_special(tokenizer), rows=lambda queries: choose_rows(rows, queries), top=top,
+        read_sides(batch, tokenizer), list_special(tokenizer), rows=chosen, top=top,
         padding=padding_of(batch, is_two_sided(model, (name for name, _ in model.named_modules()))), **options,
     )  # fmt: skip
     run_observed(model, batch, reader, room)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from regard import normalizers
-from regard._core.attention import knows_other_names
+from regard._core.arguments import check_name
 from regard._core.options import check_softcap, is_real
 from regard.health.capture.call import Call
+from regard.health.capture.guard import Refused
 from regard.health.capture.interception import Interception, check_model, running_frame
 from regard.health.what_if import WhatIf
 from regard.nn.validation import check_gates
@@ -88,7 +89,6 @@ class using:
             a call cannot be intercepted.
     """
 
-    @knows_other_names
     def __init__(
         self,
         model: nn.Module,
@@ -96,20 +96,22 @@ class using:
         normalizer: str | None = None,
         temperature: Any = None,
         scale: float | str | Tensor | None = None,
-        softcap: float | None = None,
         qk_norm: bool = False,
         gate: str | None = None,
         context_parallel: Any = None,
+        **options: Any,
     ) -> None:
         check_model(model)
+        for name in options:
+            check_name("using", name, ("normalizer", "temperature", "scale", "softcap"), {})
         if isinstance(temperature, str):
             temperature = unsized(temperature)
         if isinstance(temperature, int | float) and not (is_real(temperature) and 0 < temperature < math.inf):
             raise ValueError(f"temperature must be a positive, finite number, got {temperature!r}")
-        check_softcap(softcap)
+        check_softcap(options.get("softcap"))
         if not isinstance(qk_norm, bool):
             raise TypeError(f"qk_norm must be True or False, got {qk_norm!r}; softcap= bounds the scores by a number")
-        given = dict(normalizer=normalizer, temperature=temperature, scale=scale, softcap=softcap)
+        given = dict(normalizer=normalizer, temperature=temperature, scale=scale, **options)
         self.changes = {name: value for name, value in given.items() if value is not None}
         if not self.changes and not qk_norm and gate is None and context_parallel is None:
             raise ValueError(
@@ -134,6 +136,7 @@ class using:
             self._shards = ModelShards(model, context_parallel)
         self._interception: Interception | None = Interception(model, swap=self._swap, in_every_forward=True)
         self._interception.describe = self.describe
+        self._interception.needs_frames = gate is not None
         self._interception.start()
         self._mark = model.register_forward_pre_hook(CopyWarning())
 
@@ -169,8 +172,15 @@ class using:
             )
 
     def _swap(self, call: Call) -> Call:
+        try:
+            return self._changed(call)
+        except (ValueError, TypeError) as error:  # of an option that does not fit this call
+            error.passes_regard = True  # type: ignore[union-attr]
+            raise
+
+    def _changed(self, call: Call) -> Call:
         if call.obstacle is not None:
-            raise ValueError(f"regard.using cannot intercept this call: {call.obstacle}")
+            raise Refused(f"regard.using cannot intercept this call: {call.obstacle}")
         self.calls += 1
         changed = replace(self._change(call), kind="using", sliceable=False)
         if self._gate is not None:

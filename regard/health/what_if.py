@@ -16,29 +16,37 @@ from typing import Any
 from regard import normalizers
 from regard._core.rows.qk_norm import qk_norm
 from regard.health.capture.call import Call
+from regard.health.precision import WHAT, Rounding
 from regard.scores import SCALES
 from regard.temperature import SSMax
 
-FORMS = ("temperature=2", "scale=inverse", "qk_norm", "softcap=50", "normalizer=entmax15", "ssmax")
+FORMS = (
+    "temperature=2", "scale=inverse", "qk_norm", "softcap=50", "normalizer=entmax15", "ssmax", "kv=fp8_e4m3",
+    "logits=bf16", "p=bf16",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change of a call: options of `regard.attention`, and q and k over their root mean square if `qk_norm`."""
+    """A change of a call: options of `regard.attention`, q and k over their root mean square, and roundings."""
 
     name: str
     options: dict = field(default_factory=dict)
     qk_norm: bool = False
+    roundings: tuple[Rounding, ...] = ()
 
     def __call__(self, call: Call) -> Call:
         changes = dict(self.options)
         if "normalizer" in changes and call.options.get("sink") is not None:
             if not normalizers.get(changes["normalizer"]).softmax_family:
                 changes["sink"] = None  # a learned sink needs an exponential denominator
-        if not self.qk_norm:
-            return call.with_options(**changes)
-        q, k = qk_norm(call.q, call.k)
-        return replace(call, q=q, k=k).with_options(**{"scale": None, **changes})  # 1/√d, whatever the model's scale
+        if self.qk_norm:
+            q, k = qk_norm(call.q, call.k)
+            call, changes = replace(call, q=q, k=k), {"scale": None, **changes}  # 1/√d, whatever the model's scale
+        call = call.with_options(**changes)
+        for rounding in self.roundings:
+            call = rounding.change(call)
+        return call
 
 
 def parse_all(wanted: str | Iterable[str]) -> list[WhatIf]:
@@ -61,7 +69,8 @@ def parse(text: str) -> WhatIf:
             raise ValueError(f"what_if: {text!r} sets {name} twice{why}; use separate what-ifs")
         options[name] = value
     has_norm = options.pop("qk_norm", False)
-    return WhatIf(text, options, has_norm)
+    roundings = [options.pop(name) for name in WHAT if name in options]
+    return WhatIf(text, options, has_norm, tuple(roundings))
 
 
 def _parse_part(part: str, text: str) -> tuple[str, Any]:
@@ -75,6 +84,11 @@ def _parse_part(part: str, text: str) -> tuple[str, Any]:
         return key, _parse_number(value, text)
     if key == "scale" and value:
         return key, value if value in SCALES else _parse_number(value, text)
+    if key in WHAT and value:
+        try:
+            return key, Rounding.parse(key, value)
+        except ValueError as error:
+            raise ValueError(f"what_if: {error}") from None
     if key == "normalizer" and value:
         return key, normalizers.get(value).spec
     known = {form.partition("=")[0]: form for form in FORMS}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
-from regard._core.options import check_policy_result, check_softcap, check_temperature
+from regard._core.options import check_policy_result, check_temperature
 from regard._core.rows.execute import is_transformed
 from regard._core.rows.functions import normalize
 from regard.masks import blanked, dense
@@ -35,7 +35,7 @@ def attention(
     dropout_p: float = 0.0,
     normalizer: str | normalizers.Choice = "softmax",
     temperature: float | Tensor | Callable | None = None,
-    softcap: float | None = None,
+    cap: float | None = None,
     sink: Tensor | None = None,
     wanted: tuple[str, ...] = (),
 ) -> tuple[Tensor, statistics.Statistics]:
@@ -47,7 +47,6 @@ def attention(
     policy = temperature if callable(temperature) and not isinstance(temperature, Tensor) else None
     if policy is None:
         check_temperature(temperature, (batch, heads), batch, heads, queries, q, is_learned=True)  # lets NaN through
-    softcap = check_softcap(softcap)
     groups = heads // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     visible = dense(
@@ -59,8 +58,8 @@ def attention(
 
     def block(q, k, v, visible, bias, first):
         s = torch.einsum("hd,bhmnd->bhmn", w, torch.tanh(q[:, :, :, None] + k[:, :, None]))
-        if softcap is not None:
-            s = soft_cap(s.to(torch.promote_types(s.dtype, torch.float32)), softcap)  # s/cap is 0 in float16
+        if cap is not None:
+            s = soft_cap(s.to(torch.promote_types(s.dtype, torch.float32)), cap)  # s/cap is 0 in float16
         s = s if bias is None else s + bias
         shown = torch.ones_like(s, dtype=torch.bool) if visible is None else visible.expand(s.shape)
         column = None if sink is None else sink[:, None, None].to(s.dtype).expand(*s.shape[:-1], 1)

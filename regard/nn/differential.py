@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from regard import normalizers, statistics
+from regard._core.arguments import AttnMask
 from regard._core.attention import attention
 from regard._core.dtypes import accumulator
-from regard._core.options import AttnMask
 from regard._core.rows.validation import check_flag
 from regard.nn import validation
 from regard.nn.multihead import Cache
@@ -57,21 +57,22 @@ class DifferentialAttention(nn.Module):
         bias: bool = False,
         dropout: float = 0.0,
         normalizer: str = "softmax",
-        softcap: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
+        self.options = validation.check_layer_options(options, "DifferentialAttention")
         kv_heads = num_heads if kv_heads is None else kv_heads
         validation.check_sizes(2, embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads)
         if normalizers.learned(normalizer) is not None:
             raise ValueError(f"normalizer: regard.nn.DifferentialAttention learns no parameter, got {normalizer!r}")
-        validation.check_options("scaled_dot", normalizer, dropout, softcap, None, False, "DifferentialAttention")
+        validation.check_options("scaled_dot", normalizer, dropout, None, False, "DifferentialAttention")
         if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
             raise ValueError(f"layer must be an int ≥ 0, the layer's place in the model, got {layer!r}")
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.normalizer = embed_dim // (2 * num_heads), normalizer
-        self.dropout, self.softcap = dropout, softcap
+        self.dropout, self.softcap = dropout, self.options["softcap"]
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
         place: dict[str, Any] = dict(device=device, dtype=dtype)
         inner = 2 * kv_heads * self.head_dim
@@ -143,8 +144,8 @@ class DifferentialAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.kv_heads != self.num_heads,
             normalizer=self.normalizer,
-            softcap=self.softcap,
             return_stats=wanted or False,
+            **self.options,
             **options,
         )
         return result if wanted else (result, statistics.Statistics())

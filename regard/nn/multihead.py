@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard import normalizers, statistics
+from regard._core.arguments import AttnMask
 from regard._core.attention import attention
-from regard._core.derivatives.autograd import is_saved_elsewhere
 from regard._core.gate import apply_gate
-from regard._core.options import AttnMask
+from regard._core.mask.documents import pack_documents
+from regard._core.mask.visible import check_window
 from regard._core.readable import is_mapped
 from regard._core.rows.qk_norm import qk_norm
 from regard._core.rows.validation import check_flag
@@ -23,8 +24,7 @@ from regard.bias import forgetting
 from regard.mask import Mask
 from regard.nn import additive, torch_weights, validation
 from regard.nn.learned_parameter import LearnedParameter
-from regard.nn.visibility import Visibility, pack_documents
-from regard.score_function import ScoreFunction
+from regard.nn.visibility import Visibility
 from regard.scores import is_positive, is_real
 from regard.temperature import named
 
@@ -92,25 +92,26 @@ class MultiheadAttention(nn.Module):
         score: str = "scaled_dot",
         normalizer: str = "softmax",
         temperature: float | str | Callable | None = None,
-        softcap: float | None = None,
-        score_mod: ScoreFunction | None = None,
         sink: bool = False,
         gate: str | None = None,
         forget_gate: bool = False,
         batch_first: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
+        self.options = validation.check_layer_options(options, "MultiheadAttention")
+        self.softcap, self.score_mod = self.options["softcap"], self.options["score_mod"]
         if not batch_first:
             raise ValueError("batch_first must be True: inputs are (B, L, embed_dim); transpose (L, B, …) first")
         kv_heads = num_heads if kv_heads is None else kv_heads
         validation.check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads, kdim=kdim, vdim=vdim)
-        validation.check_options(score, normalizer, dropout, softcap, score_mod, sink, "MultiheadAttention")
+        validation.check_options(score, normalizer, dropout, self.score_mod, sink, "MultiheadAttention")
         validation.check_gates(gate, forget_gate)
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.score, self.normalizer = embed_dim // num_heads, score, normalizer
-        self.dropout, self.softcap, self.score_mod = dropout, softcap, score_mod
+        self.dropout = dropout
         place = dict(device=device, dtype=dtype)
         inner = kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **place)
@@ -128,7 +129,7 @@ class MultiheadAttention(nn.Module):
             self.additive = nn.Parameter(torch.randn(num_heads, self.head_dim, **place) / math.sqrt(self.head_dim))
         learned = normalizers.learned(normalizer)
         self.parameter = None if learned is None else LearnedParameter(learned, num_heads, **place)
-        owned = [x for x in getattr(score_mod, "params", ()) if isinstance(x, nn.Parameter)]
+        owned = [x for x in getattr(self.score_mod, "params", ()) if isinstance(x, nn.Parameter)]
         self.score_params = nn.ParameterList(owned) if owned else None
         self.sink = nn.Parameter(torch.zeros(num_heads, **place)) if sink else None
         widths = {"head": num_heads, "element": embed_dim}
@@ -213,7 +214,13 @@ class MultiheadAttention(nn.Module):
         queries, keys = q.shape[2], k.shape[2]
         if cu_seqlens is not None:
             validation.check_packed(q.shape[0], attn_mask, key_lengths, cache)
-            attn_mask, is_causal, window = pack_documents(cu_seqlens, queries, keys, is_causal, window, q), False, None
+            if queries != keys:
+                raise ValueError(
+                    f"cu_seqlens needs as many keys as queries ({queries}), got {keys}; see regard.attention_varlen"
+                )
+            order = is_causal, check_window(window)
+            attn_mask = pack_documents((cu_seqlens,), ("cu_seqlens",), queries, keys, q.device, *order)
+            is_causal, window = False, None
         if past and self.score_mod is not None:  # it counts queries from `past` on, and every key
             own = Mask.window(None, None, bottom_right=True)
             attn_mask = (own, *attn_mask) if isinstance(attn_mask, (tuple, list)) else (own, attn_mask)
@@ -274,10 +281,9 @@ class MultiheadAttention(nn.Module):
             enable_gqa=self.kv_heads != self.num_heads,
             normalizer=self._choose_normalizer(),
             temperature=self.temperature,
-            softcap=self.softcap,
-            score_mod=self.score_mod,
             sink=self.sink,
             return_stats=wanted or False,
+            **self.options,
             **options,
         )
         return result if wanted else (result, statistics.Statistics())
@@ -296,7 +302,7 @@ class MultiheadAttention(nn.Module):
             dropout_p=dropout,
             normalizer=self._choose_normalizer(),
             temperature=getattr(self.temperature, "value", self.temperature),
-            softcap=self.softcap,
+            cap=self.softcap,
             sink=self.sink,
             wanted=wanted,
             **options,
@@ -306,32 +312,21 @@ class MultiheadAttention(nn.Module):
         return self.normalizer if self.parameter is None else self.parameter.choose()
 
     def _remember(self, q: Tensor, k: Tensor, scale: str | None, options: dict) -> None:
-        """Keep q and k of the last training call, which `regard.qk_clip` measures and backward keeps alive anyway.
-
-        Where backward does not keep them (checkpointing, offloading), they are kept only while `qk_clip` needs them.
-        """
-        # in torch 2.11 is_exporting() is True whenever it compiles
-        exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-        if exporting or not (self.training and torch.is_grad_enabled()):
+        """Keep q and k of the last training call while `regard.qk_clip` measures this model, and only then."""
+        if not self._is_clipped or not (self.training and torch.is_grad_enabled()):
             return
         compiling = torch.compiler.is_compiling()
+        # in torch 2.11 is_exporting() is True whenever it compiles
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            return
         if compiling or not is_mapped(q):  # tensors of torch.func are invalid after the call
-            # when compiling, a look at _is_clipped would compile the module again for qk_clip
-            if not compiling and not self._is_clipped and _frees_activations():
-                return
-            thread = 0 if compiling else threading.get_ident()
-            self._last[thread] = (q.detach(), k.detach(), scale, options)
+            self._last[0 if compiling else threading.get_ident()] = (q.detach(), k.detach(), scale, options)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last": {}, "_is_clipped": False}
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, kv_heads={self.kv_heads}, score={self.score}, normalizer={self.normalizer}"
-
-
-def _frees_activations() -> bool:
-    """True if this forward's activations are not kept: saved elsewhere, or recomputed by backward."""
-    return is_saved_elsewhere() or torch._C._current_graph_task_id() != -1
 
 
 def _make_temperature(temperature: Any, heads: int, head_dim: int, place: dict) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard import normalizers
+from regard._core.arguments import BY_LAYER
 from regard._core.options import check_score_mod, check_softcap
 from regard._core.rows.validation import is_autocast, is_float
 from regard.temperature.rows import check_sizes as check_positive
@@ -27,15 +28,22 @@ def check_sizes(maps: int = 1, /, **sizes: int | None) -> None:
         raise ValueError(f"num_heads ({sizes['num_heads']}) must be a multiple of kv_heads ({sizes['kv_heads']})")
 
 
-def check_options(
-    score: str, normalizer: str, dropout: float, softcap: float | None, score_mod: Any, sink: bool, caller: str
-) -> None:
+def check_layer_options(options: dict[str, Any], caller: str) -> dict[str, Any]:
+    """The options of `regard.attention` that a module gives to each of its calls, None for those not given."""
+    for name in options:
+        if name not in BY_LAYER:
+            raise TypeError(f"{caller}.__init__() got an unexpected keyword argument {name!r}")
+    found = {name: options.get(name) for name in BY_LAYER}
+    check_score_mod(found["score_mod"], check_softcap(found["softcap"]))
+    return found
+
+
+def check_options(score: str, normalizer: str, dropout: float, score_mod: Any, sink: bool, caller: str) -> None:
     """Raise ValueError if an option of the constructor of `caller` cannot be used."""
     if score not in SCORES:
         raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
     if not isinstance(dropout, numbers.Real) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
-    check_score_mod(score_mod, check_softcap(softcap))
     if score_mod is not None and score == "additive":
         raise ValueError("score_mod changes scores of q·k; with score='additive' use softcap, or drop one")
     choice = normalizers.learned(normalizer) or normalizers.get(normalizer)

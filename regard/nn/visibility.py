@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from regard._core.arguments import AttnMask, Window
 from regard._core.mask.attn_mask import GivenMask, densify, split_attn_mask
-from regard._core.mask.parts import Packed, check_cu_seqlens, find_longest
-from regard._core.mask.varlen import recall
 from regard._core.mask.visible import check_key_lengths, check_mask, check_window
-from regard._core.options import AttnMask, Window
 from regard.mask import Mask
 
 
@@ -99,21 +96,3 @@ class Visibility(NamedTuple):
     def trim(self, x: Tensor) -> Tensor:
         """Drop the keys that no query sees from x [B, G, N, D]."""
         return x[:, :, self.first :]
-
-
-def pack_documents(
-    cu_seqlens: Tensor | Sequence[int], queries: int, keys: int, is_causal: bool, window: Window, q: Tensor
-) -> Mask:
-    """Return the mask of packed documents; causal order and window count within each."""
-    if queries != keys:
-        raise ValueError(
-            f"cu_seqlens needs as many keys as queries ({queries}), got {keys}; see regard.attention_varlen"
-        )
-    sides = check_window(window)
-
-    def make() -> Mask:
-        ends = check_cu_seqlens(cu_seqlens, "cu_seqlens", queries)
-        cu = ends.to(q.device)
-        return Mask((Packed.of(cu, cu, queries, is_causal, *sides, find_longest(ends)),))
-
-    return recall((cu_seqlens,), (queries, q.device, is_causal, *sides), make)

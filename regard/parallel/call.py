@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard._core.arguments import AttentionOptions
 from regard._core.dispatch import find_on_request
 from regard._core.dtensor import is_dtensor
 from regard._core.mask.attn_mask import split_attn_mask
 from regard._core.mask.visible import Visible, resolve_mask
-from regard._core.options import AttentionOptions
 from regard._core.prepare import Call, prepare
 from regard.mask import Mask
 from regard.parallel.group import RankGroup
@@ -112,7 +112,12 @@ class ShardedCall:
             raise ValueError(
                 "score_mod: regard.parallel takes soft_cap alone; pass what depends on i and j as attn_mask"
             )
-        if self.shared and torch.is_grad_enabled() and call.bias is not None and call.bias.requires_grad:
+        if (
+            self.shared
+            and torch.is_grad_enabled()
+            and call.problem.bias is not None
+            and call.problem.bias.requires_grad
+        ):
             raise ValueError("attn_mask: regard.parallel.decode has no gradient of a bias; pass attn_mask.detach()")
         return call
 
@@ -139,7 +144,7 @@ class ShardedCall:
         alike: dict[str, object] = {f"with different {name}": summarize(x) for name, x in options.items()}
         alike["with different key_lengths"] = lengths
         alike["with and without gradients"] = self._wants_gradients(call)
-        temperature = call.temperature  # its gradient is sent between ranks
+        temperature = call.given["temperature"]  # its gradient is sent between ranks
         is_learned = torch.is_grad_enabled() and temperature is not None and temperature.requires_grad
         alike["with and without a gradient of temperature"] = is_learned
         for name in ("q", "k", "v"):
@@ -152,7 +157,13 @@ class ShardedCall:
         return numbers, alike
 
     def _wants_gradients(self, call: Call) -> bool:
-        learned = (self.q, self.k, self.v, call.problem.q, call.bias, call.temperature, call.sink)
+        learned = (
+            self.q,
+            self.k,
+            self.v,
+            call.problem.q,
+            *(call.given[name] for name in ("bias", "temperature", "sink")),
+        )
         policy = call.policy.parameters() if isinstance(call.policy, torch.nn.Module) else ()
         wanted = any(x is not None and x.requires_grad for x in (*learned, *policy))
         return torch.is_grad_enabled() and wanted
@@ -191,7 +202,7 @@ def _plan(
             spans_of_lengths([count_positions(own) for own in cut], "contiguous", "") for cut in (queries, keys)
         )
     queries, keys = ([merge_spans(own) for own in cut] for cut in (queries, keys))
-    plan = Plan(problem, group, queries, keys, engine, kernels, call.bias, call.mask, interval)
+    plan = Plan(problem, group, queries, keys, engine, kernels, call.given["bias"], call.given["mask"], interval)
     plan.problem = replace(problem, interval=plan.interval_of(group.rank))
     plan.causal_only = reach == (None, 0)
     return plan

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
+from regard._core.device import has_numba
 from regard._core.dispatch import find_gpu_obstacle
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.problem import Problem
@@ -157,7 +158,7 @@ def choose_engine(problem: Problem, backend: str | None) -> tuple[ModuleType | N
         raise ValueError(f"normalizer: {name} must be a number in regard.parallel, got one per row or head")
     if backend is None:
         backend = {"cpu": "cpu", "cuda": "triton" if problem.q.dtype != torch.float64 else None}.get(device)
-        if not choice.fused_in_attention or find_gpu_obstacle(problem):
+        if not choice.fused_in_attention or find_gpu_obstacle(problem) or (backend == "cpu" and not has_numba()):
             backend = None
     if problem.stats and not choice.merges:  # no kernel's sums give them, whatever backend was asked for
         backend = None

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from regard import statistics
+from regard._core.arguments import AttentionOptions, takes_options
 from regard._core.execute import check_policy_tensor
 from regard._core.gate import apply_gate
-from regard._core.options import AttentionOptions, AttnMask, Temperature, Wanted, Window
 from regard._core.prepare import Call
-from regard.normalizers import Choice
 from regard.parallel import reference_rows
 from regard.parallel.autograd import ParallelAttention
 from regard.parallel.call import ShardedCall
 from regard.parallel.group import Group, RankGroup
 from regard.parallel.plan import Plan
 from regard.parallel.schemes import ring, tree
-from regard.score_function import ScoreFunction
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 
 
+@takes_options
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: AttnMask = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | str | Tensor | None = None,
-    enable_gqa: bool = False,
-    *,
-    group: Group = None,
-    layout: str = "balanced",
-    normalizer: str | Choice = "softmax",
-    temperature: Temperature = None,
-    softcap: float | None = None,
-    score_mod: ScoreFunction | None = None,
-    sink: float | Tensor | None = None,
-    window: Window = None,
-    key_lengths: Tensor | Sequence[int] | None = None,
-    gate: Tensor | None = None,
-    return_stats: Wanted = False,
-    backend: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, group: Group = None, layout: str = "balanced"
 ) -> Tensor | tuple[Tensor, Statistics]:
     """Compute regard.attention of a sharded sequence: each rank passes its shards and gets the rows of its queries.
 
@@ -85,35 +63,12 @@ def attention(
     All other arguments are those of `regard.attention`. Gradients of what is the same on every rank (a sink per head,
     a learned temperature, a mask without rows) are this rank's share: sum them over the group, as those of weights.
     """
-    options = AttentionOptions(
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, score_mod, sink, window,
-        key_lengths, gate, return_stats, backend,
-    )  # fmt: skip
     return _run(ShardedCall(q, k, v, options, layout), group, ring)
 
 
+@takes_options
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: AttnMask = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | str | Tensor | None = None,
-    enable_gqa: bool = False,
-    *,
-    group: Group = None,
-    layout: str = "balanced",
-    normalizer: str | Choice = "softmax",
-    temperature: Temperature = None,
-    softcap: float | None = None,
-    score_mod: ScoreFunction | None = None,
-    sink: float | Tensor | None = None,
-    window: Window = None,
-    key_lengths: Tensor | Sequence[int] | None = None,
-    gate: Tensor | None = None,
-    return_stats: Wanted = False,
-    backend: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, group: Group = None, layout: str = "balanced"
 ) -> Tensor | tuple[Tensor, Statistics]:
     """Compute regard.attention of a few queries that every rank has and sharded keys, merged by a tree.
 
@@ -137,10 +92,6 @@ def decode(
         ValueError: As `regard.parallel.attention` raises it.
         RankError: Another rank died or stalled.
     """
-    options = AttentionOptions(
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, score_mod, sink, window,
-        key_lengths, gate, return_stats, backend,
-    )  # fmt: skip
     return _run(ShardedCall(q, k, v, options, layout, shared=True), group, tree)
 
 
@@ -155,14 +106,14 @@ def _compute(plan: Plan, call: Call, seed: int, scheme):
     problem = plan.problem
     if problem.dropout_p:
         problem.seed = torch.tensor([seed], device=problem.q.device)
-    temperature = call.temperature
+    temperature = call.given["temperature"]
     if call.policy is not None:
         temperature = _evaluate_policy(plan, call, scheme)
         problem = replace(problem, temperature=temperature.expand(problem.q.shape[:3]))
         plan = replace(plan, problem=problem)
     names = statistics.with_gradient_inputs(problem.stats, problem.choice)
     plan.problem = replace(plan.problem, stats=names)
-    inputs = plan.problem.q, plan.problem.k, plan.problem.v, call.bias, temperature, call.sink
+    inputs = plan.problem.q, plan.problem.k, plan.problem.v, call.given["bias"], temperature, call.given["sink"]
     out, values = ParallelAttention.apply(plan, scheme, *inputs)
     out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
     out = out if call.gate is None else apply_gate(out, call.gate)
@@ -184,7 +135,7 @@ def _evaluate_policy(plan: Plan, call: Call, scheme) -> Tensor:
     def measure(names):
         order = statistics.with_gradient_inputs(statistics.resolve(names), problem.choice)
         unit = replace(problem, stats=order, dropout_p=0.0)
-        inputs = problem.q, problem.k, problem.v, call.bias, call.temperature, call.sink
+        inputs = problem.q, problem.k, problem.v, *(call.given[name] for name in ("bias", "temperature", "sink"))
         kernels = plan.kernels if problem.choice.merges else reference_rows  # no kernel's sums give the others'
         measured = replace(plan, problem=unit, engine=None, kernels=kernels)
         values = ParallelAttention.apply(measured, scheme, *inputs)[1]

@@ -27,12 +27,25 @@ from regard.statistics.names import (
     detach_others,
     requested,
     resolve,
+    stack,
     with_gradient_inputs,
 )
 from regard.statistics.state import State
 from regard.statistics.terms import Terms, solve_shift
 
 __all__ = [
-    "DIFFERENTIABLE", "NAMES", "ON_REQUEST", "State", "Statistics", "Terms", "detach_others", "of_scores", "of_weights",
-    "requested", "resolve", "solve_shift", "with_gradient_inputs",
+    "DIFFERENTIABLE",
+    "NAMES",
+    "ON_REQUEST",
+    "State",
+    "Statistics",
+    "Terms",
+    "detach_others",
+    "of_scores",
+    "of_weights",
+    "requested",
+    "resolve",
+    "solve_shift",
+    "stack",
+    "with_gradient_inputs",
 ]  # fmt: skip

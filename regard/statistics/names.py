@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from regard.normalizers import Choice
+from regard.statistics.definitions import DEFINITIONS
 
-NAMES = (
-    "visible_keys", "max_logit", "mean_logit", "logit_variance", "logsumexp", "mass", "entropy", "effective_keys",
-    "participation", "max_weight", "support", "distance", "first_key_mass", "gradient_gain",
-)  # fmt: skip
+NAMES = tuple(DEFINITIONS)
 ON_REQUEST = ("top_key",)  # by name only: the reference computes them, no fused kernel does
 DIFFERENTIABLE = ("logit_variance", "logsumexp", "entropy")  # of the softmax family
 
@@ -103,6 +101,14 @@ register_pytree_node(
     lambda values, names: Statistics(zip(names, values, strict=True)),
     serialized_type_name="regard.Statistics",
 )
+
+
+def stack(stats: Mapping[str, Tensor]) -> Tensor:
+    """All statistics in one tensor, [S, …] in the order of `NAMES`; the one they are views of, if there is one."""
+    known = stats._stacked if isinstance(stats, Statistics) else None
+    if known is not None and known[1] == NAMES:
+        return known[0].contiguous()
+    return torch.stack([stats[name] for name in NAMES])
 
 
 def detach_others(stats: Mapping[str, Tensor], choice: Choice) -> dict[str, Tensor]:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.statistics.names import NAMES
+from regard.normalizers._language import callees, plain, torch_words
+from regard.statistics.definitions import DEFINITIONS, Row
 from regard.statistics.terms import Terms
+
+
+def _speak(function: Any) -> FunctionType:
+    """A statistic in torch, with torch's own log1p, whose derivatives are exact."""
+    body, called = plain(function), callees(function).items()
+    own = {name: torch.log1p if name == "log1p" else _speak(x) for name, x in called}
+    return FunctionType(body.__code__, {**body.__globals__, **own, "tl": torch_words}, body.__name__)
+
+
+SPOKEN = {name: _speak(one.finish) for name, one in DEFINITIONS.items()}
 
 
 @dataclass
@@ -83,38 +96,24 @@ class State:
         top = torch.where(none, torch.zeros_like(self.top), self.top)
         u, v, du, cross = terms(top, self.shift)
         ties = self.ties
-        positive = (u > 0) & ~none
-        safe_u = torch.where(positive, u, torch.ones_like(u))
-        w = torch.where(positive, self.u / safe_u, 0.0)
-        count = torch.where(positive, ties + w, 1.0)  # Σu / u_max ≥ 1
-        lower = (self.log_u - torch.log(safe_u) * self.u) / safe_u
-        entropy = torch.where(positive, torch.log1p((ties - 1.0) + w) - lower / count, 0.0)
-        inverse, gain, lse = self._sharpness(
-            terms, choice, sink, none, (u, v, du, cross), top + torch.log(ties + self.lse)
-        )
-        total, top_square = safe_u * count, safe_u * safe_u  # which may underflow, as every square then does
-        squares = ties + self.square / top_square.masked_fill(top_square == 0, 1.0)
-        values = dict(
-            visible_keys=self.n,
-            max_logit=top,
-            mean_logit=self.mean,
-            logit_variance=self.m2 / self.n.clamp_min(1),
-            logsumexp=lse,
-            mass=torch.where(positive, total * inverse, 0.0),
-            entropy=entropy.clamp_min(0.0),
-            effective_keys=torch.where(positive, torch.exp(entropy.clamp_min(0.0)), 0.0),
-            participation=torch.where(positive, count**2 / squares, 0.0),
-            max_weight=u * inverse,
-            support=self.support,
-            distance=torch.where(positive, self.distance / total, 0.0),
-            first_key_mass=torch.where(positive, self.first_u / total, 0.0),
-            gradient_gain=gain.clamp_min(0.0),
-        )
-        bare = {"max_logit": -math.inf, "logsumexp": -math.inf}
+        alive = (u > 0) & ~none
+        unit = torch.where(alive, u, torch.ones_like(u))
+        at_max, lse = (u, v, du, cross), top + torch.log(ties + self.lse)
+        inverse, gain, lse = self._sharpness(terms, choice, sink, none, at_max, lse)
+        square = unit * unit  # which may underflow, as every square then does
+        row = Row(
+            n=self.n, top=top, mean=self.mean, m2=self.m2, ties=ties, u=unit,
+            others=torch.where(alive, self.u / unit, 0.0), lower=(self.log_u - torch.log(unit) * self.u) / unit,
+            squares=ties + self.square / square.masked_fill(square == 0, 1.0), far=self.distance, first=self.first_u,
+            weighing=self.support, inverse=inverse, largest=u * inverse, gain=gain, lse=lse, alive=alive,
+        )  # fmt: skip
         lost = ~(self.top < math.inf)  # a NaN or +inf among the logits: there are no weights to describe
-        kept = ("visible_keys", "max_logit")
-        values = {name: x if name in kept else x.masked_fill(lost, math.nan) for name, x in values.items()}
-        return {name: torch.where(none, bare.get(name, 0.0), values[name]).squeeze(-1) for name in NAMES}
+        values = {}
+        for name, one in DEFINITIONS.items():
+            x = SPOKEN[name](row)
+            x = x if one.of_sick else x.masked_fill(lost, math.nan)
+            values[name] = torch.where(none, one.bare, x).squeeze(-1)
+        return values
 
     def _sharpness(self, terms: Terms, choice, sink, none, at_max, lse) -> tuple[Tensor, Tensor, Tensor]:
         """(1/Z, tr ∂p/∂s, log Z); the gain from products of two terms that are not both the maximum's: none cancels."""

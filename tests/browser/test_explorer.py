@@ -1,8 +1,7 @@
 """The explorer in a browser: quiet, readable on a phone, and a control changes the numbers."""
 
 import pytest
-
-from regard.lab.explorer.command import render
+from regard_lab.explorer.command import render
 
 
 @pytest.fixture(scope="module")

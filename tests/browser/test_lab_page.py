@@ -1,12 +1,12 @@
 """lab.html in a browser: complete, quiet, readable on a phone."""
 
 import pytest
+import regard_lab as lab
+from regard_lab import page
+from regard_lab.mathml import formula_line
+from regard_lab.run import claims
 
-from regard import lab
 from regard.health.report import files
-from regard.lab import page
-from regard.lab.mathml import formula_line
-from regard.lab.run import claims
 
 CLAIMS = ("jacobian", "gradient-norm", "scaled-example", "causal-and-padding", "online-softmax")
 

@@ -96,7 +96,7 @@ def test_lists_and_findings_choose_heads_too(page, saved):
     Select(page.find_element(By.ID, "layer")).select_by_index(0)
     Select(page.find_element(By.ID, "head")).select_by_index(2)
     assert_numbers(page, head_of(saved[1], 0, 2))
-    chip = page.find_element(By.CSS_SELECTOR, "#findings .chip")
+    chip = page.find_element(By.CSS_SELECTOR, "#causes .chip")
     chip.click()
     where = int(chip.get_attribute("data-layer")), int(chip.get_attribute("data-head"))
     assert where[0] == 1  # the unhealthy layer
@@ -123,6 +123,7 @@ def test_what_if_shows_the_heads_as_they_would_be(page, saved):
 
 
 def test_another_statistic_by_its_thumbnail(page):
+    page.find_element(By.CSS_SELECTOR, "#maps summary").click()
     page.find_element(By.XPATH, "//button[span[text()='max weight']]").click()
     assert "largest weight" in page.find_element(By.ID, "meaning").text
     assert page.find_element(By.CSS_SELECTOR, "tr.now").get_attribute("data-statistic") == "max_weight"
@@ -130,7 +131,7 @@ def test_another_statistic_by_its_thumbnail(page):
 
 def test_ticks_are_numbers_that_people_choose(page):
     for name in ("entropy ratio", "max logit", "distance", "logit variance"):
-        page.find_element(By.XPATH, f"//button[span[text()='{name}']]").click()
+        Select(page.find_element(By.ID, "statistic")).select_by_visible_text(name)
         marks = page.find_elements(By.CSS_SELECTOR, "#histogram text")[:-1]  # the last tells how high the bars are
         texts = [mark.text for mark in marks]
         assert len(texts) >= 3 and all(float(text) == float(f"{float(text):.2g}") for text in texts), (name, texts)
@@ -295,8 +296,26 @@ def test_the_chart_follows_the_statistic(browser, tokens_saved):
 
 def test_a_word_leads_to_its_meaning(browser, tokens_saved):
     open_page(browser, tokens_saved[0].as_uri())
-    link = browser.find_element(By.CSS_SELECTOR, "#findings a.word")
+    link = browser.find_element(By.CSS_SELECTOR, "#causes a.word")
     assert link.get_attribute("title")
     browser.execute_script("arguments[0].click()", link)
     entry = browser.find_element(By.ID, link.get_attribute("href").partition("#")[2])
     assert entry.is_displayed()
+
+
+def test_the_first_screen_has_cause_step_and_map(browser, tokens_saved):
+    browser.set_window_size(1400, 1040)  # 900 of them for the page
+    open_page(browser, tokens_saved[0].as_uri())
+    high = browser.execute_script("return innerHeight")
+    for selector in ("#causes li", "#copy", "#map svg", "#scale"):
+        box = browser.find_element(By.CSS_SELECTOR, selector).rect
+        assert box["y"] + (0 if selector == "#causes li" else box["height"]) <= high, selector
+    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_tokens_say_that_they_are_as_measured_under_a_change(browser, tokens_saved):
+    open_page(browser, tokens_saved[0].as_uri())
+    note = browser.find_element(By.ID, "tokens-note")
+    assert not note.is_displayed()
+    Select(browser.find_element(By.ID, "treatment")).select_by_visible_text("qk_norm")
+    assert note.is_displayed()

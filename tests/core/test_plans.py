@@ -112,7 +112,6 @@ def test_a_first_call_computes_the_statistics_that_later_ones_do(monkeypatch, le
     for name in ("attend", "forward"):
         kept = getattr(launch, name)
         monkeypatch.setattr(launch, name, lambda p, kept=kept: asked.append(p.stats) or kept(p))
-    monkeypatch.setattr(launch, "plan", lambda problem: None)
     plans.plans.clear()
     q, k, v = qkv()
     for _ in range(2):

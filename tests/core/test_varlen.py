@@ -7,7 +7,7 @@ import torch
 
 import regard
 from regard import Mask, normalizers
-from regard._core.mask import varlen
+from regard._core.mask import documents
 
 CU_Q, CU_K = [0, 5, 5, 12, 16], [0, 6, 8, 14, 15]  # no queries, fewer and more queries than keys
 
@@ -88,22 +88,21 @@ def test_refused_shapes():
 
 
 def test_layers_share_the_mask_of_their_cu_seqlens_until_it_changes():
-    from regard._core.mask import varlen
     from regard._core.plans import MAX_INTERVALS, plans, with_interval
 
-    plans.clear(), with_interval.clear(), varlen._recent.clear()
+    plans.clear(), with_interval.clear(), documents._recent.clear()
     q, k, v = (torch.randn(9, 2, 4) for _ in range(3))
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     first = regard.attention_varlen(q, k, v, cu, causal=True, normalizer="entmax15")
     torch.testing.assert_close(regard.attention_varlen(q, k, v, cu, causal=True, normalizer="entmax15"), first)
-    assert len(varlen._recent) == len(plans) == 1
+    assert len(documents._recent) == len(plans) == 1
     cu.numpy()[1] = 7  # past torch: the same tensor and version, other documents
     other = regard.attention_varlen(q, k, v, cu, causal=True, normalizer="entmax15")
     torch.testing.assert_close(other, regard.attention_varlen(q, k, v, [0, 7, 9], causal=True, normalizer="entmax15"))
     assert not torch.allclose(other, first)
     for _ in range(2 * MAX_INTERVALS):  # batches come and go: neither masks nor plans pile up
         regard.attention_varlen(q, k, v, cu.clone(), normalizer="entmax15")
-    assert len(varlen._recent) <= varlen.MOST and len(plans) <= MAX_INTERVALS
+    assert len(documents._recent) <= documents.MOST and len(plans) <= MAX_INTERVALS
     with torch.inference_mode():
         ends = torch.tensor([0, 4, 9])
         regard.attention_varlen(q, k, v, ends, causal=True, normalizer="entmax15")
@@ -120,12 +119,12 @@ def test_a_maximum_that_is_too_small_is_refused():
 
 def test_the_longest_document_is_known_where_queries_and_keys_share_it():
     ends, other = [0, 300, 1000, 1100, 2000], [0, 300, 1000, 1100, 2001]
-    reach = {}
+    reach, names = {}, ("cu_seqlens_q", "cu_seqlens_k")
     for causal in (False, True):
-        made = varlen._make_mask(ends, ends, 2000, 2000, torch.device("cpu"), causal, None, None, None)
+        made = documents.pack_documents((ends,), ("cu_seqlens_q",), 2000, 2000, torch.device("cpu"), causal)
         reach[causal] = made.parts[0].reach
     assert reach == {False: (899, 899), True: (899, 0)}
-    made = varlen._make_mask(ends, other, 2000, 2001, torch.device("cpu"), True, None, None, 10)
+    made = documents.pack_documents((ends, other), names, 2000, 2001, torch.device("cpu"), True, longest=10)
     assert made.parts[0].reach == (None, None)  # and a promise that nobody uses is not looked at
     x = torch.randn(2000, 2, 8)
     whole = regard.attention_varlen(x, x, x, ends, causal=True)

@@ -1,7 +1,4 @@
-"""Dense masks that may be intervals, on a Hopper GPU: the kernels of intervals and of masks against dense float64.
-
-Compiling takes most of the time: REGARD_SHARD=0/4 … 3/4 in four processes run it side by side.
-"""
+"""Dense masks that may be intervals, on a Hopper GPU: the kernels of intervals and of masks against dense float64."""
 
 from __future__ import annotations
 

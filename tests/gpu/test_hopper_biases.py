@@ -1,7 +1,4 @@
-"""Biases by relative position, and statistics beside any bias, in the Hopper kernels, against dense float64 on the GPU.
-
-Compiling takes most of the time: REGARD_SHARD=0/6 … 5/6 in six processes run it side by side.
-"""
+"""Biases by relative position, and statistics beside any bias, in the Hopper kernels, against dense float64."""
 
 from __future__ import annotations
 

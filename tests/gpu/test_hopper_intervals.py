@@ -1,7 +1,4 @@
-"""Intervals, windows, soft caps and biases per key in the Hopper kernels, against dense float64 on the GPU.
-
-Compiling takes most of the time: REGARD_SHARD=0/6 … 5/6 in six processes run it side by side.
-"""
+"""Intervals, windows, soft caps and biases per key in the Hopper kernels, against dense float64 on the GPU."""
 
 from __future__ import annotations
 

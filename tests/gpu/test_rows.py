@@ -4,27 +4,10 @@ import pytest
 import torch
 
 from regard import normalizers
-from regard._backends.gpu import tape
 from regard._backends.gpu.rows import launch as rows
-from regard._backends.gpu.rows.plan import PHASES, choose
 from regard.normalizers import jit, tl
 
 COUNTS, SPREADS = (1, 2, 8, 64, 128), (0.1, 0.5, 1.0, 3.0, 10.0, 50.0)
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The modules of the kernels that a test launches."""
-    modules = []
-
-    def spy(facts):
-        kernel, cut = choose(facts)
-        modules.append(kernel.module)
-        return kernel, cut
-
-    monkeypatch.setattr(rows, "choose", spy)
-    monkeypatch.setattr(tape, "_tapes", {})  # a replay of another test's call chooses nothing
-    return modules
 
 
 def _no_larger(ours, theirs, truth):
@@ -102,18 +85,17 @@ def test_long_rows_of_any_size(name, dtype, n):
         s[:, ::7] = -float("inf")
 
 
-RESIDENT = [case for case in LONG if case[2] > 32768 and case[:2] != ("relu", torch.float32)]
+OVERFLOWS = ("relu", torch.float32)  # where one program does not hold the row
 
 
-@pytest.mark.parametrize(("name", "dtype", "n"), RESIDENT, ids=str)
-def test_imprecise_and_nan_rows_in_resident_kernels(name, dtype, n, launched):
+@pytest.mark.parametrize(("name", "dtype", "n"), [x for x in LONG if x[2] > 32768 and x[:2] != OVERFLOWS], ids=str)
+def test_nan_rows_and_gradients_of_long_rows(name, dtype, n):
     """NaN rows are alone, an empty row is 0; gradients as the reference's; equal bits."""
     choice = normalizers.get(name)
     s, dp = torch.randn(2, 96, n, device="cuda").to(dtype)
     s[3, 5], s[4, n - 1], s[5], s[6, : n // 2] = float("nan"), float("inf"), -float("inf"), -float("inf")
     s[7, n // 3] = 40.0
     p, state = rows.forward(s, choice)
-    assert launched[0].startswith("resident")
     saved = p if choice.slope_of_weight is not None else s
     ds = rows.backward(dp, saved, state, choice)
     again, again_state = rows.forward(s, choice)
@@ -138,7 +120,7 @@ SOLVED += [(torch.bfloat16, n) for n in (4112, 8192, 16384, 20000, 50256, 100_00
 
 @pytest.mark.parametrize(("dtype", "n"), SOLVED, ids=str)
 @pytest.mark.parametrize(("name", "alpha"), [("sparsemax", 2.0), ("entmax15", 1.5), ("entmax(alpha=1.25)", 1.25)])
-def test_long_rows_of_threshold_maps(name, alpha, dtype, n, launched):
+def test_long_rows_of_threshold_maps(name, alpha, dtype, n):
     """Rows in which few or many weigh; of NaN, +inf, nothing and one number; their gradients; equal bits."""
     choice, eps = normalizers.get(name), torch.finfo(dtype).eps
     sizes = torch.tensor([1e-30, 1e-3, 1.0, 30.0, 1e11, 1e38], device="cuda").repeat_interleave(24)[:, None]
@@ -147,7 +129,6 @@ def test_long_rows_of_threshold_maps(name, alpha, dtype, n, launched):
     s[:, ::7] = -float("inf")
     s[50, 5], s[51, n - 1], s[52:54], s[53, n // 2] = float("nan"), float("inf"), -float("inf"), -2.0
     p, state = rows.forward(s, choice)
-    assert launched[0] == "resident.threshold"
     again, again_state = rows.forward(s, choice)
     ds = rows.backward(dp, p if choice.slope_of_weight is not None else s, state, choice)
     assert torch.equal(p.nan_to_num(-1), again.nan_to_num(-1))
@@ -213,8 +194,7 @@ MANY = [("softmax1", torch.float32, 36864), ("softmax", torch.bfloat16, 40000), 
 @pytest.mark.parametrize(("name", "dtype", "n"), MANY, ids=str)
 def test_many_long_rows(name, dtype, n):
     """So many that programs begin one after another, and some have a row more than others."""
-    choice, processors = normalizers.get(name), torch.cuda.get_device_properties(0).multi_processor_count
-    s = torch.randn(PHASES * processors + 5, n, device="cuda").to(dtype)
+    choice, s = normalizers.get(name), torch.randn(2117, n, device="cuda").to(dtype)
     p, state = rows.forward(s, choice)
     dp = torch.randn_like(s)
     ds = rows.backward(dp, p, state, choice)

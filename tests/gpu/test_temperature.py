@@ -52,7 +52,8 @@ def test_qk_clip_on_the_gpu():
     with torch.no_grad():
         model.q_proj.weight[:64] *= 100
     x = torch.randn(2, 200, 256, device="cuda", dtype=torch.bfloat16)
-    for _ in range(2):  # from what the module remembers, then from watching
+    regard.qk_clip(model, 20.0)  # watching begins
+    for _ in range(2):
         model(x, is_causal=True).square().mean().backward()
         clipped = regard.qk_clip(model, 20.0)
         assert [clip.head for clip in clipped.heads] == [0]

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from regard.lab import training
-from regard.lab.training import loop
+from regard_lab import training
+from regard_lab.training import loop
 
 CLOSE = 2e-3  # nats: sums in another order, carried through the steps that are left
 

@@ -44,7 +44,7 @@ def test_examine_a_folder(folder, tmp_path, capsys):
     )
     assert code == 0
     out = capsys.readouterr().out
-    assert "8 heads in 2 attention layers" in out
+    assert "2 layers × 4 heads" in out and "page      report.html" in out
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     data = json.loads((tmp_path / "r.json").read_text())
     assert len(data["heads"]) == 8
@@ -72,7 +72,7 @@ def test_examine_a_function(tmp_path, capsys):
         "    return 7, []\n"
     )
     assert main(["examine", "here:make"]) == 0
-    assert "2 heads in 1 attention layer" in capsys.readouterr().out
+    assert "1 layer × 2 heads" in capsys.readouterr().out
     for spec, words in (
         ("here:none", "has no function 'none'"),
         ("here:wrong", "must return (model, batches), a torch.nn.Module first, got (int, list)"),
@@ -147,12 +147,11 @@ def test_a_model_that_fails_midway_gives_what_it_has_and_says_so(tmp_path, capsy
 def test_the_demo_tells_the_two_models_apart(tmp_path, capsys):
     assert main(["demo"]) == 0
     out = capsys.readouterr().out
-    assert "No problem found in these" in out
-    assert "scale off (warning), 16 heads" in out
-    assert "collapsed (critical)" in out and "dying gradient (critical)" in out
-    assert "what if qk_norm: no findings" in out
-    assert "leaving 1/√d out costs 0." in out and "recovers 100 %" in out and "regard examine ./my-model" in out
-    assert str(tmp_path / "report.html") in out
+    assert out.startswith("tiny-unscaled") and len(out.splitlines()) <= 35
+    assert "✗ CRITICAL  1 cause\n" in out and "1 scale off  layers 0–3, all heads" in out
+    assert "so    exploding logits, dying gradient, collapsed\n" in out
+    assert "its twin, trained with 1/√d: no cause found" in out and "regard examine ./my-model" in out
+    assert "page      report.html\n" in out
     assert (tmp_path / "report.html").stat().st_size < 3_000_000
 
 
@@ -200,3 +199,8 @@ def test_look_says_what_is_wrong_with_a_model(spec, said, tmp_path, capsys):
     (tmp_path / "own_look.py").write_text("def make():\n    return 3\n")
     assert main(["look", spec]) == 1
     assert capsys.readouterr().err.startswith(f"regard look: {said}")
+
+
+def test_check_a_folder(folder, capsys):
+    assert main(["check", str(folder), "--select", "RG101,RG201", "--length", "32"]) == 0
+    assert f"{folder.name}: 0 failures, 0 notes, 1 passed, 1 not checked" in capsys.readouterr().out

@@ -1,9 +1,11 @@
-"""`compare(model, reference, batches)`: the first layer that differs, in what, and what it means."""
+"""`compare(model, reference, batches)`: the first place that differs, its cause tried, and what is no difference."""
 
 import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import regard
 from regard.health.models.tiny import TinyLM
@@ -13,12 +15,12 @@ from regard.health.models.tiny import TinyLM
 def models():
     torch.manual_seed(0)
     reference = TinyLM(layers=3, heads=4, width=32, length=32).eval()
-    return copy.deepcopy(reference), reference, [torch.randint(0, 90, (2, 20))]
+    return copy.deepcopy(reference), reference, [torch.randint(0, 90, (3, 20))]
 
 
 def test_equal_models_compute_the_same(models):
     found = regard.compare(*models)
-    assert found.first is None and found.output == 0.0 and "the same" in found.meaning
+    assert found.same and found.first is None and found.output == 0.0 and "the same" in found.cause
     assert len(found.layers) == 3
 
 
@@ -26,8 +28,8 @@ def test_a_scale_that_differs_in_one_layer(models):
     model, reference, batches = models
     model.blocks[1].attention.scale *= 2.0
     found = regard.compare(model, reference, batches)
-    assert found.first.index == 1 and found.first.layer == "blocks.1.attention"
-    assert found.parts == ["scores", "output"] and "scales differ" in found.meaning
+    assert not found.same and found.first.index == 1 and found.first.layer == "blocks.1.attention"
+    assert found.parts == ["scores", "output"] and "The scales differ" in found.cause
     assert "First difference: layer 1 (blocks.1.attention)" in str(found)
     assert found.to_json()["first"] == 1
 
@@ -37,7 +39,16 @@ def test_heads_in_another_order(models):
     weight = model.blocks[2].attention.qkv.weight.data
     weight[32:64] = weight[32:64].roll(8, 0)
     found = regard.compare(model, reference, batches)
-    assert found.first.index == 2 and found.parts[0] == "k" and "order [3, 0, 1, 2]" in found.meaning
+    assert found.first.index == 2 and found.parts[0] == "k" and "order [1, 2, 3, 0]" in found.cause
+
+
+def test_heads_in_another_order_with_an_output_projection_that_knows_it(models):
+    model, reference, batches = models
+    attention = model.blocks[1].attention
+    rows = torch.arange(96).reshape(3, 4, 8)[:, [2, 0, 3, 1]].flatten()
+    attention.qkv.weight.data = attention.qkv.weight.data[rows]
+    attention.out.weight.data = attention.out.weight.data[:, rows[:32]]
+    assert regard.compare(model, reference, batches).same
 
 
 def test_q_and_k_exchanged(models):
@@ -45,18 +56,136 @@ def test_q_and_k_exchanged(models):
     weight = model.blocks[0].attention.qkv.weight.data
     weight[:64] = weight[:64].roll(32, 0)
     found = regard.compare(model, reference, batches)
-    assert found.first.index == 0 and "q and k are exchanged" in found.meaning
+    assert found.first.index == 0 and "q and k are exchanged" in found.cause
 
 
-def test_what_lies_between_two_attentions_and_behind_the_last(models):
+def test_what_lies_behind_an_attention(models):
     model, reference, batches = models
     model.blocks[0].mlp[0].weight.data *= 1.5
     found = regard.compare(model, reference, batches)
-    assert found.first.index == 1 and "MLP" in found.meaning
+    assert found.first.index == 0 and "MLP" in found.where and "times A's" in found.cause
     other = copy.deepcopy(reference)
     other.head.weight.data *= 2.0
     found = regard.compare(other, reference, batches)
-    assert found.first is None and "after the last attention" in found.meaning
+    assert not found.same and found.first is None and found.where == "the output of head"
+
+
+class Dropping(nn.Module):
+    """Applies dropout whatever its mode."""
+
+    def forward(self, x):
+        return F.dropout(x, 0.1)
+
+
+def test_dropout_that_is_left_on(models):
+    model, reference, batches = models
+    model.blocks[1].mlp.append(Dropping())
+    found = regard.compare(model, reference, batches)
+    assert not found.same and "dropout" in found.cause and "blocks.1.mlp.3" in found.where
+
+
+def test_one_model_in_training_mode(models):
+    model, reference, batches = models
+    for one in (model, reference):
+        one.blocks[1].mlp.append(nn.Dropout(0.1))
+    assert regard.compare(model.eval(), reference.eval(), batches).same
+    found = regard.compare(model.train(), reference, batches)
+    assert not found.same and "training mode" in found.cause
+    found = regard.compare(model, reference.train(), batches)
+    assert found.same and "evaluation mode" in found.notes[0]
+
+
+def test_models_of_different_depth(models):
+    _, reference, batches = models
+    found = regard.compare(TinyLM(layers=2, heads=4, width=32, length=32), reference, batches)
+    assert not found.same and "2 and 3 layers" in found.cause
+
+
+def test_a_difference_in_the_second_sequence_and_the_last_row(models):
+    model, reference, batches = models
+
+    class Late(nn.Module):
+        def forward(self, x):
+            x = x.clone()
+            x[1, -1] *= 1.01
+            return x
+
+    model.blocks[1].mlp.append(Late())
+    found = regard.compare(reference, model, batches)
+    assert not found.same and found.first.index == 1
+
+
+class ByHand(nn.Module):
+    """Causal attention in plain torch; `change` is what is done to the weights, as a port may get it wrong."""
+
+    def __init__(self, change=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.qkv, self.out, self.change = nn.Linear(32, 96), nn.Linear(32, 32), change
+
+    def forward(self, x):
+        b, n, w = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        s = (q @ k.transpose(-1, -2)) * 8**-0.5
+        p = s.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+        o = (p if self.change is None else self.change(p)) @ v
+        return self.out(o.transpose(1, 2).reshape(b, n, w))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p: 0.9 * p, "0.9 times"),
+        (lambda p: p / p.sum(-1, keepdim=True) ** 2 * 0.5, "0.5 times"),
+        pytest.param(
+            lambda p: p.flip(1),
+            "order [3, 2, 1, 0]|explains",
+            marks=pytest.mark.xfail(reason="the capture reads weights in another order as a bias, which is then named"),
+        ),
+        (lambda p: p.bfloat16().float(), "bfloat16"),
+    ],
+)
+def test_attention_by_hand_loses_nothing_behind_the_softmax(change, words):
+    found = regard.compare(ByHand(), ByHand(change), [torch.randn(2, 12, 32)])
+    assert not found.same and any(word in found.cause for word in words.split("|")), found.cause
+
+
+class Caching(nn.Module):
+    """A model of one attention that decodes with a cache; positions are added to what comes in."""
+
+    def __init__(self, shift=0):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed, self.qkv, self.head = nn.Embedding(50, 32), nn.Linear(32, 96), nn.Linear(32, 50)
+        self.position, self.shift = nn.Embedding(64, 32), shift
+
+    def forward(self, ids, cache=None):
+        start = 0 if cache is None else cache[0].shape[2] + self.shift
+        x = self.embed(ids) + self.position(torch.arange(start, start + ids.shape[1]))
+        q, k, v = self.qkv(x).reshape(*ids.shape, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None)
+        return self.head(o.transpose(1, 2).flatten(2)), (k, v)
+
+
+def decode(model):
+    logits, cache = model(torch.arange(6)[None])
+    for _ in range(3):
+        logits, cache = model(logits[:, -1:].argmax(-1), cache)
+
+
+def test_generation_is_compared_step_by_step():
+    assert regard.compare(Caching(), Caching(), decode).same
+    found = regard.compare(Caching(), Caching(shift=1), decode)
+    assert not found.same and "forward 2" in found.where and "position" in found.where
+
+
+def test_rounding_is_no_difference(models):
+    model, reference, batches = models
+    assert regard.compare(model.bfloat16(), copy.deepcopy(model), batches).same
+    found = regard.compare(model, reference, batches)  # bfloat16 and float32
+    assert found.same and 0 < found.output < found.rounding * 10
 
 
 def test_what_it_needs(models):

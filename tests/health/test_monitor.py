@@ -17,7 +17,7 @@ import regard
 from regard.health import AttentionWarning
 from regard.health.capture import interception
 from regard.health.watching import hooks
-from regard.health.watching.alarms import SAMPLES
+from regard.health.watching.symptoms import SAMPLES
 
 
 def layer(dropout=0.1):
@@ -134,7 +134,7 @@ def test_evaluation_is_not_a_step():
     monitor = regard.Monitor(model, every=1, log=rows.append)
     model.eval()(torch.randn(1, 10, 16))
     assert rows == []
-    assert monitor.step == 0
+    assert monitor.steps == 0
     monitor.close()
     assert not model._forward_hooks
 
@@ -147,12 +147,12 @@ def test_copies_and_files_of_a_watched_model_are_not_watched():
         file.seek(0)
         for other in (copy.deepcopy(model), copy.copy(model), torch.load(file, weights_only=False)):
             train(other, 1)
-            assert other.training and (monitor.step, len(rows)) == (1, 1)
+            assert other.training and (monitor.steps, len(rows)) == (1, 1)
             with regard.Monitor(other, every=1, budget=1.0) as another:
                 train(other, 1)
             assert another.samples == 1
         train(model, 1)
-    assert (monitor.step, len(rows)) == (2, 2)
+    assert (monitor.steps, len(rows)) == (2, 2)
 
 
 def test_its_cost_stays_within_the_budget():
@@ -239,14 +239,14 @@ def test_a_rising_logit_is_told_before_it_is_there():
     x = torch.randn(1, 10, 16)
     with regard.Monitor(model, every=1, budget=1.0), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        for _ in range(SAMPLES):
+        for _ in range(SAMPLES + 2):  # two that confirm it
             model(x)
             with torch.no_grad():
-                model.self_attn.in_proj_weight[:32] *= 1.25
+                model.self_attn.in_proj_weight[:32] *= 1.22
     message = [str(one.message) for one in seen if issubclass(one.category, AttentionWarning)]
     assert any("largest logit" in text and "self_attn, head" in text for text in message)
     top = regard.examine(model, [x]).heads[0].statistics["max_logit"].max
-    assert top < 100.0
+    assert top / 1.22**2 < 100.0
     assert len(message) == len(set(message))
 
 
@@ -288,7 +288,7 @@ def test_a_trainer_brings_its_steps_and_its_end(tmp_path, monkeypatch):
     )  # fmt: skip
     Trainer(model, arguments, train_dataset=samples(32), callbacks=[monitor.trainer_callback()]).train()
     assert [row["step"] for row in rows] == [1, 4, 7]
-    assert monitor.step == 7  # and not 14, the number of forwards
+    assert monitor.steps == 7  # and not 14, the number of forwards
     assert monitor.unmeasured == {}
     assert not model._forward_hooks
     trainer = Trainer(model, arguments, train_dataset=samples(32))
@@ -330,7 +330,7 @@ def fitted(tmp_path, watched, **options):
 def test_lightning_brings_its_steps_and_its_end(tmp_path):
     monitor, rows = fitted(tmp_path, lambda task: task.model, max_steps=7, accumulate_grad_batches=2)
     assert [row["step"] for row in rows] == [1, 4, 7]
-    assert monitor.step == 7
+    assert monitor.steps == 7
 
 
 @pytest.mark.filterwarnings("ignore")

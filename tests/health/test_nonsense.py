@@ -14,7 +14,7 @@ import regard
 from regard.cli import main
 from regard.health.readings.heads import HeadReading
 from regard.health.readings.layer_reading import LayerReading, spreads_of
-from regard.health.report import files, terminal
+from regard.health.report import files, screen
 from regard.health.report.page import report_page as page
 from regard.health.report.page.document import pack
 from regard.health.report.page.report_page import render
@@ -246,10 +246,10 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch, capsys):
 def test_a_closed_pipe_leaves_the_report(tmp_path, monkeypatch):
     here(tmp_path, monkeypatch, "piped", "def make(): return model, [torch.randn(2, 9, 16)]\n")
 
-    def closed(report, file=None):
+    def closed(*_, **__):
         raise BrokenPipeError
 
-    monkeypatch.setattr(terminal, "show", closed)
+    monkeypatch.setattr(screen, "show_screen", closed)
     monkeypatch.setattr("regard.cli.os.dup2", lambda *_: None)
     assert main(["examine", "piped:make"]) == 0
     assert (tmp_path / "report.html").exists()
@@ -302,7 +302,7 @@ def hostile():
 def test_names_cannot_command_the_terminal_nor_break_a_file(tmp_path, capsys):
     report = hostile()
     assert report.interrupted
-    report.show()
+    report.show(full=True)
     out = capsys.readouterr().out
     assert r"red\x1b[31m\u202e\udc80" in out
     for character in "\x1b\x07\u202e\udc80":

@@ -51,7 +51,6 @@ def test_torchs_module_from_its_second_step(options):
         query[4:8] *= 1e3
         if model.inner.in_proj_bias is not None:
             nn.init.normal_(model.inner.in_proj_bias)
-    step(model, x)
     assert regard.qk_clip(model, 10.0).heads == []  # watching begins
     step(model, x)
     before = logits(model, x, "inner")

@@ -55,6 +55,7 @@ def test_the_largest_of_several_forwards_counts_and_nan_is_left_alone():
 
 def test_ranks_clip_by_the_largest_of_all(monkeypatch):
     model, x = regard.nn.MultiheadAttention(8, 2), torch.randn(1, 6, 8)
+    regard.qk_clip(model)
     model(x)
     asked = []
 
@@ -97,7 +98,7 @@ def test_a_model_without_attention_is_reported():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look at it
 @pytest.mark.parametrize("way", ["compiled", "compiled in place", "by a part"])
 def test_forwards_that_no_hook_sees(way):
-    """regard.nn is clipped all the same; of other attentions a step without a clip is an error, not a silence."""
+    """What was compiled is clipped all the same; of other attentions a step without a clip is an error, no silence."""
     x = torch.randn(2, 6, 16)
     for attention in (ours, Self):
         model, optimizer = exploded(attention)
@@ -110,16 +111,16 @@ def test_forwards_that_no_hook_sees(way):
         for turn in range(3):
             called(x).square().mean().backward()
             optimizer.step()
-            if attention is Self and turn == 1:
+            if attention is Self and way == "by a part" and turn == 1:
                 with pytest.raises(ValueError, match="saw no training forward of it"):
                     regard.qk_clip(model, 50.0)
                 break
             found.append(regard.qk_clip(model, 50.0).max_logit)
-        if attention is Self:
-            assert found == [{}]  # watching begins
-        else:
-            assert found[0]["1"][0] > 100.0
-            assert [told["1"][0] for told in found[1:]] == pytest.approx([50.0, 50.0], rel=1e-3)
+        assert found[0] == {}  # watching begins
+        name = "1.inner" if attention is Self else "1"
+        if len(found) > 1:
+            assert found[1][name][0] > 100.0
+            assert found[2][name][0] == pytest.approx(50.0, rel=1e-3)
         torch._dynamo.reset()
 
 
@@ -155,6 +156,7 @@ def test_a_fixed_temperature_does_not_count():
     torch.manual_seed(0)
     model = regard.nn.MultiheadAttention(8, num_heads=2, temperature=0.1)
     x, found = torch.randn(2, 6, 8), []
+    regard.qk_clip(model)
     for _ in range(3):
         model(x).square().mean().backward()
         found.append(regard.qk_clip(model, threshold=1e6).max_logit[""])
@@ -338,8 +340,10 @@ def offloaded(function, x):
         return function(x)
 
 
-@pytest.mark.parametrize("run", [partial(checkpoint, use_reentrant=False), reentrant, offloaded])
-def test_what_checkpointing_lets_go_is_kept_only_for_who_clips(run):
+@pytest.mark.parametrize(
+    "run", [lambda model, x: model(x), partial(checkpoint, use_reentrant=False), reentrant, offloaded]
+)
+def test_queries_and_keys_are_kept_only_for_who_clips(run):
     model, x = regard.nn.MultiheadAttention(8, 2), torch.randn(2, 6, 8)
     with torch.no_grad():
         model.q_proj.weight[:4] *= 1e4
@@ -350,7 +354,6 @@ def test_what_checkpointing_lets_go_is_kept_only_for_who_clips(run):
     assert 0 in [clip.head for clip in regard.qk_clip(model, 1.0).heads]
     assert bool((model(x, return_stats=("max_logit",))[1].max_logit[:, 0] < 1.001).all())
     regard.qk_clip.stop(model)
-    model._last.clear()
     run(model, x).sum().backward()
     assert not model._last
 
@@ -358,6 +361,7 @@ def test_what_checkpointing_lets_go_is_kept_only_for_who_clips(run):
 def test_a_layer_that_is_taken_out_is_asked_for_no_more():
     model = nn.Sequential(regard.nn.MultiheadAttention(8, 2), regard.nn.MultiheadAttention(8, 2))
     x = torch.ones(1, 3, 8)
+    regard.qk_clip(model)
     model(x)
     assert regard.qk_clip(model).max_logit.keys() == {"0", "1"}
     del model[1]
@@ -367,7 +371,7 @@ def test_a_layer_that_is_taken_out_is_asked_for_no_more():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look at it
-def test_a_graph_is_not_made_anew_for_who_clips():
+def test_a_graph_is_made_anew_once_for_who_clips():
     model, x, graphs = regard.nn.MultiheadAttention(8, 2), torch.ones(1, 3, 8), []
 
     def made(graph, inputs):
@@ -375,10 +379,10 @@ def test_a_graph_is_not_made_anew_for_who_clips():
         return graph
 
     compiled = torch.compile(model, backend=made)
+    compiled(x)
+    before = len(graphs)
+    regard.qk_clip(model)
     for _ in range(2):
         compiled(x)
-    before = len(graphs)
-    assert regard.qk_clip(model).max_logit
-    compiled(x)
-    assert len(graphs) == before and regard.qk_clip(model).max_logit
+        assert len(graphs) == before + 1 and regard.qk_clip(model).max_logit
     regard.qk_clip.stop(model)

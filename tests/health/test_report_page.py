@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import regard
-from regard.health import findings
-from regard.health.checks import Ablation, Checks, LossChange, LossReading
+from regard.health import checks
+from regard.health.contract.run import Ablation, Checks, LossChange, LossReading
 from regard.health.models.tiny import CHARACTERS, TinyLM, encode
 from regard.health.report import glossary
 from regard.health.report.glossary import link_words
@@ -44,7 +44,7 @@ def sound():
 
 def test_problems_come_first_with_layer_remedy_and_gain(ill):
     page = report_page.render(ill)
-    order = ['class="headlines"', 'id="findings"', 'id="what-if"', 'id="explorer"', 'id="checked"', 'id="glossary"']
+    order = ['id="causes"', 'id="explorer"', 'id="chosen"', 'id="findings"', 'id="what-if"', 'id="checked"']
     assert sorted(order, key=page.index) == order
     assert re.search(r"[Ss]ince layer 1, in \d of 6 heads \(layers 1 to 2\)", page)
     card = page[page.index("<article") : page.index("</article>")]
@@ -53,7 +53,9 @@ def test_problems_come_first_with_layer_remedy_and_gain(ill):
     assert card.index("What to do") < card.index("Why?")
     first = sorted(ill.findings[0].places)[0]
     assert f'Look first at <a href="#layer-{first[0]}-head-{first[1]}">' in page
-    assert "<b>Do first:</b>" in page[: page.index("</header>")]
+    assert "<b>Do first:</b>" in page[: page.index('id="explorer"')] and 'id="copy"' in page
+    causes = page[page.index('id="causes"') : page.index('id="explorer"')]
+    assert all(causes.count(f"<code>{cause.code}</code>") == 1 for cause in ill.diagnosis if cause.severity != "note")
 
 
 def test_a_page_says_which_text_was_measured(ill):
@@ -67,7 +69,7 @@ def test_a_page_without_problems_shows_unusual_heads(sound):
     page = report_page.render(sound)
     assert "Nothing was found to be wrong" in page and "No problem found in these" in page
     assert 'id="unusual"' in page and "where the middle head has" in page
-    assert 'class="headlines"' not in page
+    assert 'id="causes"' not in page
 
 
 def test_the_head_that_differs_most_is_the_first(sound):
@@ -82,7 +84,7 @@ def test_the_head_that_differs_most_is_the_first(sound):
 def test_marks_follow_the_what_if(ill):
     measured, changed = (one["flagged"] for one in payload.make_payload(ill, 0, 3)["treatments"])
     assert {place[0] for place in measured} >= {1, 2} and len(changed) < len(measured)
-    assert all(severity in findings.SEVERITIES and kinds for _, _, severity, kinds in measured)
+    assert all(severity in checks.SEVERITIES and kinds for _, _, severity, kinds in measured)
 
 
 def test_curves_belong_to_their_statistic(ill):
@@ -105,7 +107,8 @@ def test_checks_are_drawn_where_there_are_some(ill):
     page = report_page.render(checked)
     header = re.sub("<[^>]+>", "", page[page.index("<header>") : page.index("</header>")])
     assert header.count("loss 2.5 nats per token") == 1 and "unigrams reach 3, its bigrams 2.2" in header
-    assert "<td>2, helps</td>" in page and "qk_norm ends it in" in page and ", loss 2, helps" in page
+    assert re.search(r"<td>2, Δ [^<]+, helps</td>", page) and "qk_norm ends it in" in page
+    assert re.search(r", loss 2, Δ [^<;]+, helps", page)
     assert "two equal forwards agree" in page and "there is none" in page
     drawn = payload.make_payload(checked, 8, 3)
     at = drawn["statistics"].index("ablation")
@@ -153,10 +156,10 @@ def test_words_are_linked_once_and_escaped():
 
 def test_every_word_of_a_report_is_in_the_glossary():
     known = glossary.words()
-    assert set(findings.kinds()) <= set(known)
+    assert all(glossary.describe_kind(kind) for kind in checks.kinds())
     assert {name.replace("_", " ") for name in (*regard.statistics.NAMES, "entropy_ratio", "gain_ratio")} <= set(known)
     assert {f"{kind} head" for kind in (*KINDS, MIXED)} <= set(known)
-    assert {*findings.SEVERITIES} <= set(known)
+    assert {*checks.SEVERITIES} <= set(known)
     listed = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", DOCS.read_text(), re.MULTILINE))
     assert {word: listed.get(word) for word in known} == known
 

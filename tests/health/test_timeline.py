@@ -1,5 +1,6 @@
 """`regard timeline`: the page of a monitor's file, and what it says about a file that is none."""
 
+import json
 import re
 import warnings
 
@@ -32,9 +33,9 @@ def log(tmp_path):
 def test_the_page_shows_alarms_curves_and_layers(log, capsys):
     assert main(["timeline", str(log)]) == 0
     printed = capsys.readouterr().out
-    assert "step 5, critical: 1.self_attn, head 0: exploding logits" in printed and "6 samples" in printed
+    assert "step 5, critical: scores too large: 1.self_attn, head" in printed and "6 samples, 1 incidents" in printed
     page = log.with_suffix(".html").read_text()
-    assert "First alarm at step 5: 1.self_attn, head 0: exploding logits" in page
+    assert "First incident at step 5: 1.self_attn, head" in page and "<td>open</td>" in page
     assert "what to do" in page and "regard.qk_clip(model, 50)" in page
     assert page.count("<polyline") == 8 and "layer_02, step 6: " in page
     assert "<script" not in page and not re.search(r"https?://", page)
@@ -44,7 +45,18 @@ def test_the_page_shows_alarms_curves_and_layers(log, capsys):
 def test_names_in_a_log_are_no_markup(log):
     text = log.read_text().replace("1.self_attn", "<img src=x>")
     log.write_text(text)
-    assert "<img" not in render(read_log(log), "<b>")
+    assert "<img" not in render({"<b>": read_log(log)}, "<b>")
+
+
+def test_runs_are_drawn_over_each_other(log, capsys, tmp_path):
+    other, out = tmp_path / "other.jsonl", tmp_path / "both.html"
+    lines = [{"step": step, "attention/max_logit": 2.0, "attention/loss": 1.0} for step in (1, 9)]
+    other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["timeline", str(log), str(other), "--out", str(out)]) == 0
+    page = out.read_text()
+    assert "run: First incident at step 5" in page and "other: No incident." in page
+    assert page.count('class="line run1"') > 5 and "Loss, as the training passed it in" in page
+    assert "other: 2 samples, 0 incidents" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "no json\n", '{"loss": 3}\n', '{"step": 1, "loss": 3}\n'])

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -233,6 +234,9 @@ def test_alarms_are_events(tmp_path):
     alarm = next(alarm for alarm in monitor.alarms if alarm.kind == "exploding logits")
     assert (alarm.step, alarm.severity, alarm.heads) == (2, "critical", (("self_attn", 0), ("self_attn", 1)))
     assert events == monitor.alarms
+    (incident,) = monitor.incidents
+    assert (incident.cause, incident.opened, incident.resolved) == ("scores too large", 2, None)
+    assert (incident.code, incident.heads, incident.action) == ("RG301", alarm.heads, alarm.action)
     assert "regard.qk_clip(model, 50)" in repr(alarm) and str(alarm) in [str(one.message) for one in seen]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     found = [(line["alarm"], line["action"]) for line in lines if "alarm" in line]
@@ -254,13 +258,13 @@ def test_an_alarm_does_not_suggest_a_clip_that_is_in_use(log_only, advice):
             model(torch.randn(2, 24, 16))
     clip.close()
     (alarm,) = [alarm for alarm in inside if alarm.kind == "exploding logits"]
-    assert f"bound the scores with regard.using(model, qk_norm=True), {advice}" in alarm.action
+    assert f"bound them with regard.using(model, qk_norm=True), {advice}" in alarm.action
 
 
 def test_a_monitor_prints_what_it_watches():
     with pytest.warns(AttentionWarning):
         monitor = watched(None, gain=300.0)
-    counts = "2 samples up to step 2, layers watched: 1, not watched: 0, alarms: 1"
+    counts = "2 samples up to step 2, layers watched: 1, not watched: 0, incidents: 1"
     assert str(monitor) == repr(monitor) == f"Monitor(TransformerEncoderLayer, every=1): {counts}"
 
 
@@ -268,7 +272,7 @@ def test_an_output_that_is_not_finite_is_the_gravest_event():
     model, seen = layer(), []
     with torch.no_grad():
         model.self_attn.in_proj_weight[40:] = math.nan  # values of head 1
-    told = pytest.warns(AttentionWarning, match="its output is NaN or infinite; stop")
+    told = pytest.warns(AttentionWarning, match="its output is NaN or infinite; its queries, keys or values already")
     with regard.Monitor(model, every=1, budget=1.0, log=seen.append) as monitor, told:
         model(torch.randn(1, 24, 16))
     (alarm,) = monitor.alarms
@@ -286,7 +290,116 @@ def test_the_largest_logit_alone(gain):
         rows = [row for row in rows if "attention/max_logit" in row]
         found.append([row["attention/max_logit"] for row in rows])
         assert any(alarm.kind == "exploding logits" for alarm in monitor.alarms) is (gain > 1.0)
+        assert len(monitor.incidents) == (gain > 1.0)
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert rows[0].keys() == {"step", "attention/max_logit", "attention/layer_00/max_logit", "attention/alarms"}
     with pytest.raises(ValueError, match="metrics must be"):
         watched(None, metrics=("entropy",))
+
+
+def test_nan_is_told_within_two_steps_between_samples():
+    """It was told 60 steps late at every=100."""
+    model, events = layer(), []
+    monitor = regard.Monitor(model, every=100, on_alarm=events.append, budget=1.0)
+    for _ in range(200):  # beyond the dense start
+        monitor._schedule.take(monitor.steps)
+    with monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionWarning)
+        for step in range(1, 60):
+            model(torch.randn(2, 24, 16))
+            if step == 50:
+                with torch.no_grad():
+                    model.linear1.weight[0, 0] = math.nan
+    assert 50 < events[0].step <= 53 and events[0].kind == "not finite"
+    assert "the last finite step was 50" in events[0].text
+
+
+def test_a_large_logit_between_samples_draws_a_sample():
+    model = layer()
+    with regard.Monitor(model, every=1000, budget=1.0) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionWarning)
+        monitor._schedule.gap, monitor._schedule._next = 1000, 1000
+        for step in range(2, 60):
+            model(torch.randn(2, 24, 16))
+            if step == 50:
+                with torch.no_grad():
+                    model.self_attn.in_proj_weight[:32] *= 300
+        (incident,) = monitor.incidents
+    assert 50 < incident.opened <= 55 and incident.severity == "critical"
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_loss_that_jumps_is_an_incident_that_resolves(moves):
+    model = layer()
+    with regard.Monitor(model, every=2, budget=1.0) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionWarning)
+        for step in range(1, 70):
+            model(torch.randn(2, 24, 16))
+            if step == 40 and moves:
+                with torch.no_grad():
+                    model.self_attn.in_proj_weight[:32] *= 2
+            monitor.step(loss=torch.tensor(2.0 + 0.01 * (step % 3) + (40 <= step < 50)))
+    (incident,) = monitor.incidents
+    assert incident.cause == f"loss jumped, attention {'with it' if moves else 'as before'}"
+    assert incident.opened <= 45 and 49 <= incident.resolved <= 51
+
+
+def test_nothing_of_ours_ends_a_step():
+    """A rule's KeyError ended a training step once, and so did what on_alarm raised."""
+    model = layer(gain=300.0)
+
+    def fail(alarm):
+        raise KeyError("no such channel")
+
+    monitor = regard.Monitor(model, every=1, budget=1.0, on_alarm=fail)
+    with monitor, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.randn(2, 24, 16))
+        monitor._incidents.add = lambda *arguments: {}["collapsed"]
+        for _ in range(3):
+            model(torch.randn(2, 24, 16))
+    messages = [str(one.message) for one in seen]
+    assert sum("on_alarm raised at step 2: KeyError" in text for text in messages) == 1
+    assert sum("Monitor failed at step 4: KeyError" in text for text in messages) == 1 and len(messages) == 3
+
+
+def test_a_resumed_monitor_goes_on_where_it_was():
+    model, rows = layer(), []
+    with regard.Monitor(model, every=16, budget=1.0) as monitor:
+        for _ in range(100):
+            model(torch.randn(1, 24, 16))
+        state = json.loads(json.dumps(monitor.state_dict()))
+    with regard.Monitor(model, every=16, budget=1.0, log=rows.append) as resumed:
+        resumed.load_state_dict(state)
+        for _ in range(20):
+            model(torch.randn(1, 24, 16))
+    assert resumed.steps == 120 and [row["step"] for row in rows] == [105, 113]  # no dense start
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look at it
+@pytest.mark.parametrize("given", ["as written", "compiled"])
+def test_compiled_training_is_watched_without_a_graph_break(given):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model, rows = layer(), []
+    with torch.no_grad():
+        model.self_attn.in_proj_weight[:32] *= 20
+    if given == "as written":  # what TrainingArguments(torch_compile=True) leads to
+        monitor = regard.Monitor(model, every=1, log=rows.append, metrics=("max_logit",), budget=1.0)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    else:
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        monitor = regard.Monitor(compiled, every=1, log=rows.append, metrics=("max_logit",), budget=1.0)
+    with monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionWarning)
+        for _ in range(3):
+            compiled(torch.randn(2, 24, 16))
+            monitor.step(loss=1.0)
+    samples = [row for row in rows if "attention/max_logit" in row]
+    tops = [row["attention/layer_00/max_logit"] for row in samples]
+    assert len(tops) == 3 and min(tops) > 20.0 and samples[-1]["attention/loss"] == 1.0
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()

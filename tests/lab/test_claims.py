@@ -7,16 +7,16 @@ import re
 from itertools import count, pairwise
 
 import pytest
+import regard_lab as lab
 import torch
+from regard_lab import estimate
+from regard_lab.claim import NOTES, Finding, Sampler, Undecided, above, below, near
+from regard_lab.estimate import Estimate, exact
+from regard_lab.figure import INK, Figure
+from regard_lab.mathml import formula_line, mathml
+from regard_lab.run import claims
 
 import regard
-from regard import lab
-from regard.lab import estimate
-from regard.lab.claim import NOTES, Finding, Sampler, Undecided, above, below, near
-from regard.lab.estimate import Estimate, exact
-from regard.lab.figure import INK, Figure
-from regard.lab.mathml import formula_line, mathml
-from regard.lab.run import claims
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

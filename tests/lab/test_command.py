@@ -8,13 +8,13 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import regard_lab as lab
+from regard_lab import page
+from regard_lab.claim import NOTES
+from regard_lab.run import claims
 
-from regard import lab
 from regard.cli import main
 from regard.health.report import files
-from regard.lab import page
-from regard.lab.claim import NOTES
-from regard.lab.run import claims
 
 
 def test_one_claim_is_printed_whole(capsys):

@@ -12,10 +12,10 @@ from functools import partial
 
 import pytest
 import torch
+from regard_lab.explorer.command import read_part, render
 
 import regard
 from regard.cli import main
-from regard.lab.explorer.command import read_part, render
 
 ROWS = [[-2.0, 0.1, 0.5, 3.0], [0.3, 0.2, 0.1, -0.1], [30.0, -20.0, 29.5, 1.0], [-1.0, -2.0, -0.5, -4.0]]
 STATISTICS = ("entropy", "effective_keys", "max_weight", "support", "mass", "logit_variance", "gradient_gain")

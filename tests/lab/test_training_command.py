@@ -5,9 +5,9 @@ import resource
 from dataclasses import replace
 
 import pytest
+from regard_lab.training import experiment, results, timing
 
 from regard.cli import main
-from regard.lab.training import experiment, results, timing
 
 
 @pytest.fixture

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-
-from regard.lab import training
-from regard.lab.training import loop
-from regard.lab.training.results import collect
-from regard.lab.training.trials import pairs, text
+from regard_lab import training
+from regard_lab.training import loop
+from regard_lab.training.results import collect
+from regard_lab.training.trials import pairs, text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,7 +83,7 @@ def test_a_folder_that_lacks_a_part_or_a_line_is_refused(folder):
 
 def test_greedy_is_the_likeliest_word_each_time():
     """Padding behind a position changes nothing before it, so that decoding at full length is decoding a prefix."""
-    from regard.lab.training.trials.translation import Translator
+    from regard_lab.training.trials.translation import Translator
 
     torch.manual_seed(0)
     model = Translator(10, 12, layers=1, heads=2, width=16, length=7, dropout=0.0, attention={}).eval()

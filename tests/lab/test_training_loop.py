@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from regard_lab import training
+from regard_lab.training import checkpoint, loop, results
+from regard_lab.training.experiment import Experiment, Preset, Setting, Trial, experiments
+from regard_lab.training.session import train
 from torch import nn
-
-from regard.lab import training
-from regard.lab.training import checkpoint, loop, results
-from regard.lab.training.experiment import Experiment, Preset, Setting, Trial, experiments
-from regard.lab.training.session import train
 
 
 class Line(Trial):
@@ -150,7 +149,7 @@ def test_a_process_killed_by_force_goes_on(tmp_path):
         "import os, signal, sys\n"
         "sys.path.insert(0, sys.argv[1])\n"
         "import test_training_loop as t\n"
-        "from regard.lab.training import loop\n"
+        "from regard_lab.training import loop\n"
         "from pathlib import Path\n"
         "def tick(step, loss):\n"
         "    if step > 10:\n"

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from regard_lab import training
+from regard_lab.training import loop
+from regard_lab.training.experiments import collapse, retrieval
 
 import regard
-from regard.lab import training
-from regard.lab.training import loop
-from regard.lab.training.experiments import collapse, retrieval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,13 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-
-from regard import lab
-from regard.lab import training
-from regard.lab.estimate import Estimate
-from regard.lab.training import timing
-from regard.lab.training.command import table
-from regard.lab.training.results import SHIPPED, collect, group_by_sign, sign_of
+import regard_lab as lab
+from regard_lab import training
+from regard_lab.estimate import Estimate
+from regard_lab.training import timing
+from regard_lab.training.command import table
+from regard_lab.training.results import SHIPPED, collect, group_by_sign, sign_of
 
 NAMES = [name for name in training.names() if training.has_shipped(name)]
 

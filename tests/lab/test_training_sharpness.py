@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from regard_lab.training.trials import sharpness
 
 import regard
-from regard.lab.training.trials import sharpness
 
 
 def test_readings_are_means_over_the_rows_that_count():

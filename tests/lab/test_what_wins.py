@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from regard.lab import training
-from regard.lab.estimate import Estimate
-from regard.lab.training import comparison, loop
-from regard.lab.training.trials import attention
-from regard.lab.training.trials.attention import make_attention, mlp_width
-from regard.lab.training.trials.language import Block
+from regard_lab import training
+from regard_lab.estimate import Estimate
+from regard_lab.training import comparison, loop
+from regard_lab.training.trials import attention
+from regard_lab.training.trials.attention import make_attention, mlp_width
+from regard_lab.training.trials.language import Block
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "what_wins.py"
 

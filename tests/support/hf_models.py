@@ -1,8 +1,12 @@
 """Small transformers models of many families, made from their configurations, with a batch for each."""
 
+import os
+
 import torch
 import transformers
 from transformers import AutoConfig, AutoModel
+
+os.environ.setdefault("REGARD_HF_CHECK", "0")  # tests/test_hf_check.py alone runs the self-check
 
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=60)
 ROPE = dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64)

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import regard
+from regard.health.qk_clip.max_logits import observe
 
 
 def logits(model, batch, layer="") -> torch.Tensor:
@@ -13,6 +14,8 @@ def logits(model, batch, layer="") -> torch.Tensor:
 
 
 def step(model, batch, lr=1e-12) -> None:
+    """One training step of a model that `qk_clip` observes."""
+    observe(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     out = model(**batch) if isinstance(batch, dict) else model(batch)
     (getattr(out, "last_hidden_state", out)).float().square().mean().backward()

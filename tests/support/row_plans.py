@@ -21,17 +21,14 @@ def force_cut(monkeypatch, cut: Cut, backward: Cut | None = None) -> None:
 def choose(rows, cut: Cut, backward: Cut):
     """The tile kernel of these rows that can take the cut."""
     if rows.direction != "forward":
-        return next(k for k in BACKWARD[1:] if k.supports(rows) is None), backward
+        return next(k for k in BACKWARD if k.supports(rows) is None), backward
     name = "forward_ratio"
     if rows.kind == "threshold":
         name = "forward_threshold"
         if cut.rows > 1:  # several rows to a program only in lanes
             name, cut = "forward_threshold_short", cut._replace(lanes=16)
     elif rows.kind == "softmax" and rows.size == 4:
-        lanes = cut.lanes or cut.columns
-        name, cut = ("forward_fast_exact", cut) if cut.step else ("forward_exact", cut._replace(lanes=lanes))
-    elif cut.pieces:
-        name = "forward_thread_shift"
+        name, cut = "forward_exact", cut._replace(lanes=cut.lanes or cut.columns)
     elif rows.kind == "pointwise" and cut.again:
         name = "forward_pointwise"
         cut = cut._replace(columns=32, parts=2, step=16) if cut.parts > 1 else cut._replace(step=16)

@@ -396,16 +396,14 @@ def test_ssmax_for_other_heads_is_named(score):
         layer(torch.randn(1, 5, 8))
 
 
-@pytest.mark.parametrize(
-    "number", [10**400, Fraction(10**400), Fraction(1, 10**400), -1], ids=["int", "fraction", "next to 0", "negative"]
-)
+@pytest.mark.parametrize("number", [10**400, Fraction(1, 2), -1], ids=["int", "fraction", "negative"])
 def test_a_policy_refuses_numbers_that_no_float_holds_by_name(number):
     for made, name in ((regard.temperature.Fixed, "value"), (SSMax, "s"), (partial(Learned, 2), "begin")):
         for device in ("cpu", "meta"):
             with torch.device(device), pytest.raises(ValueError, match=f"^{name} must be a positive"):
                 made(number)
     for name in ("temperature", "softcap"):
-        with pytest.raises(ValueError, match=r"must be a positive|must lie between"):
+        with pytest.raises(ValueError, match=r"must be a positive|must lie between|must be None, a number"):
             regard.nn.MultiheadAttention(8, 2, **{name: number})
 
 

@@ -17,6 +17,8 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+SMALL = 32_768  # entries below which waking a thread costs more than it saves
+RANGES = 4  # of rows, per thread
 
 _pool: ThreadPoolExecutor | None = None
 _size = 0
@@ -60,6 +62,20 @@ def run_tasks(items: Iterable[T], work: Callable[[T, dict], None]) -> None:
     finally:
         queue.clear()  # after a failure or Ctrl-C no thread starts another item
         wait(futures)
+
+
+def run_row_ranges(work: Callable[[int, int], None], rows: int, cost: float = 1.0) -> None:
+    """Calls work(first, last) on ranges that cover range(rows), several at a time; returns when all are done.
+
+    cost: roughly how many entries one row touches; small problems run on the calling thread alone.
+    """
+    count = 1 if rows * cost < SMALL else min(torch.get_num_threads(), rows)
+    if count <= 1:
+        if rows > 0:
+            work(0, rows)
+        return
+    size = -(-rows // (count * RANGES))  # a slow core does not hold up the rest
+    run_tasks(range(0, rows, size), lambda first, _: work(first, min(first + size, rows)))
 
 
 def run_here(items: Iterable[T], work: Callable[[T, dict], None]) -> None:

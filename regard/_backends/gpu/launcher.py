@@ -1,8 +1,8 @@
 """Kernel launches that skip Triton's look at every argument, for calls that were launched before.
 
 At every launch Triton inspects each argument (its type, whether it is 1 or a multiple of 16) to find the compiled
-kernel: 15 to 25 µs, in a chain of short kernels more than they run. All of that follows from a few facts about a call,
-its launch key; the second launch of a key goes to the compiled kernel at once.
+kernel: 15 to 25 µs, in a chain of short kernels more than they run. `describe` says what it looks at; the second launch
+of a description goes to the compiled kernel at once, whatever its lengths are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from regard._core.problem import Problem
+from regard._core.remember import remember
 
 MAX_KEYS = 4096  # of remembered launches
 MAX_ADDRESSES = 256  # of tensors whose encoded descriptor is kept
@@ -30,53 +31,48 @@ def on_device_of(x: torch.Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device)
 
 
-def launch_key(p: Problem, *others: torch.Tensor) -> Hashable:
-    """Return what Triton would specialise a call's launches on; None if options bring other tensors."""
-    masks, biases = (p.mask, p.interval, p.key_lengths), (p.bias, p.row_bias, p.relative)
-    options = *masks, *biases, p.temperature, p.sink, p.theta, p.seed, p.softcap, p.score
-    if not p.q.is_cuda or any(option is not None for option in options):
-        return None
-    tensors = p.q, p.k, p.v, *others
-    aligned = [tensor.data_ptr() % 16 == 0 for tensor in tensors]
-    sizes = [(tensor.shape, tensor.stride()) for tensor in tensors]
-    return p.q.dtype, p.q.device, p.reach, p.first_query, bool(p.stats), *aligned, *sizes
+def launch_key(p: Problem, *_: torch.Tensor) -> Hashable:
+    """Return the device of a call's launches; None on a CPU, where nothing is compiled."""
+    return tensor_key(p.q)
 
 
-def tensor_key(*tensors: torch.Tensor) -> Hashable:
-    """Return the key of a launch that has only these tensors, whose sizes and strides are among its arguments."""
-    if not tensors[0].is_cuda:
-        return None
-    return tensors[0].device, *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors]
+def tensor_key(x: torch.Tensor, *_: torch.Tensor) -> Hashable:
+    """Return the device of launches with this tensor; None on a CPU."""
+    return x.device if x.is_cuda else None
 
 
 def launch(key: Hashable, kernel: Any, programs: int, arguments: tuple, constants: tuple = (), **options) -> None:
-    """Launch kernel[(programs,)](*arguments, *constants, **options).
+    """Launch kernel[(programs,)](*arguments, *constants, **options); `key`: the device, or None to let Triton look.
 
-    `constants` are the kernel's last parameters, compile-time ones. `key` covers every tensor among the arguments,
-    except those that torch allocated for this call.
+    `constants` are the kernel's last parameters, compile-time ones.
     """
     if key is None:
         compiled = kernel[(programs,)](*arguments, *constants, **options)
-        if _state.recorder is not None:
-            _state.recorder.record_launch(compiled, programs, arguments, constants)
-        return
-    plain = [
-        x if x is None else (x == 1, x % 16 == 0, -(2**31) <= x < 2**31)
-        for x in arguments
-        if x is None or type(x) is int
-    ]
-    entry = id(kernel), key, constants, *options.items(), *plain
-    found = _compiled.get(entry)
-    if found is None:
-        if len(_compiled) >= MAX_KEYS:
-            _compiled.clear()
-        compiled = kernel[(programs,)](*arguments, *constants, **options)
-        _compiled[entry] = kernel, compiled  # with the kernel, so that its id stays its own
     else:
-        compiled = found[1]
-        compiled[(programs, 1, 1)](*arguments, *constants)
+        entry = id(kernel), key, constants, *options.items(), describe(arguments)
+        found = _compiled.get(entry)
+        if found is None:  # kept with the kernel, so that its id stays its own
+            compiled = kernel[(programs,)](*arguments, *constants, **options)
+            remember(_compiled, entry, (kernel, compiled), MAX_KEYS)
+        else:
+            compiled = found[1]
+            compiled[(programs, 1, 1)](*arguments, *constants)
     if _state.recorder is not None:
         _state.recorder.record_launch(compiled, programs, arguments, constants)
+
+
+def describe(x: Any) -> Hashable:
+    """What Triton specialises an argument on: of an integer whether it is 1, a multiple of 16 or long, no length."""
+    kind: Hashable = type(x)
+    if kind is int:
+        return (x == 1) + 2 * (x % 16 == 0) + 4 * (-(2**31) <= x < 2**31)
+    if isinstance(x, tuple):
+        return tuple([describe(part) for part in x])
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if _is_descriptor(x):
+        return kind, x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None)
+    return kind if kind is not bool else x
 
 
 class Prepared(NamedTuple):
@@ -157,12 +153,10 @@ class _Encoder:
         """Encode the descriptor of a tensor of the same shape and strides at a new address."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        if len(self.kept) >= MAX_ADDRESSES:
-            self.kept.clear()
         described = copy(self.descriptor)
         described.base = tensor
-        found = self.kept[tensor.data_ptr()] = tuple(make_tensordesc_arg(described, self.metadata))
-        return found
+        found = tuple(make_tensordesc_arg(described, self.metadata))
+        return remember(self.kept, tensor.data_ptr(), found, MAX_ADDRESSES)
 
 
 class _State(threading.local):

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from regard._backends.gpu import launcher
+from regard._core.remember import remember
 
 MAX_TAPES = 512
 MAX_BYTES = 2**25  # of an allocation that shares its memory with others
@@ -258,11 +259,6 @@ class _Descriptor:
         return made
 
 
-def alignment_of(tensors: Sequence[Tensor | None]) -> Hashable:
-    """Return, per tensor, whether it begins at a multiple of 16 bytes; None where there is none."""
-    return tuple([None if x is None else x.data_ptr() % 16 == 0 for x in tensors])
-
-
 def key_of(tensors: Sequence[Tensor | None]) -> Hashable:
     """Return what a kernel is chosen by of a call's tensors: shapes, strides, dtypes, alignment, device."""
     return tuple(
@@ -283,9 +279,7 @@ def run(key: Hashable, inputs: Sequence[Tensor | None], compute: Callable[[], tu
     if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:  # the compiler would trace the recorder
         return compute()
     if tape is UNSEEN:  # the first call compiles, the second is recorded
-        if len(_tapes) >= MAX_TAPES:
-            _tapes.clear()
-        _tapes[key] = SEEN
+        remember(_tapes, key, SEEN, MAX_TAPES)
         return compute()
     result, _tapes[key] = _record(inputs, compute)
     return result

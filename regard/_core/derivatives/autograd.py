@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regard._core.problem import TENSORS, Forward, Problem, Upstream
+from regard._core.problem import OPTIONAL, TENSORS, Forward, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
 FUSED = "ScaledDotProduct"  # how torch calls the backward nodes of its fused kernels
 BATCHED = torch._C._dispatch_key_parse("Batched")  # the key of tensors that torch's older vmap maps over
-OPTIONAL = ("bias", "temperature", "sink", "row_bias", "relative", "theta")  # inputs that may have gradients
 LEARNED = {name: TENSORS.index(name) for name in OPTIONAL}  # their places in TENSORS
 
 

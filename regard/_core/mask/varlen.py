@@ -3,52 +3,39 @@
 from __future__ import annotations
 
 import numbers
-import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
 from torch import Tensor
 
+from regard._core.arguments import Keywords, Scale, Wanted
 from regard._core.attention import attention
-from regard._core.mask.parts import Packed, check_cu_seqlens, check_side, find_longest
-from regard._core.ops.backends import is_plain_eager
-from regard._core.options import Temperature, Wanted
-from regard._core.readable import readable
+from regard._core.mask.documents import pack_documents
+from regard._core.mask.parts import check_side
 from regard._core.rows.validation import fits
-from regard.mask import Mask
-from regard.normalizers import Choice
-from regard.score_function import ScoreFunction
 from regard.statistics import Statistics
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Ints = Tensor | Sequence[int]
 
 
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Ints, cu_seqlens_k: Ints | None = ...,
-    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
-    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
-    *, scale: float | str | Tensor | None = ..., normalizer: str | Choice = ..., temperature: Temperature = ...,
-    score_mod: ScoreFunction | None = ..., sink: float | Tensor | None = ..., gate: Tensor | None = ...,
-    return_stats: Literal[False] = ...,
-    backend: str | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Ints, *flash: Any, return_stats: Literal[False] = ...,
+    **options: Any,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Ints, cu_seqlens_k: Ints | None = ...,
-    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
-    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
-    *, scale: float | str | Tensor | None = ..., normalizer: str | Choice = ..., temperature: Temperature = ...,
-    score_mod: ScoreFunction | None = ..., sink: float | Tensor | None = ..., gate: Tensor | None = ...,
-    return_stats: Literal[True] | str | Sequence[str],
-    backend: str | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Ints, *flash: Any, return_stats: Literal[True] | str | Sequence[str],
+    **options: Any,
 ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 
 
-def attention_varlen(
+def attention_varlen(  # type: ignore[misc]
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -60,16 +47,10 @@ def attention_varlen(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     *,
-    scale: float | str | Tensor | None = None,
-    normalizer: str | Choice = "softmax",
-    temperature: Temperature = None,
-    score_mod: ScoreFunction | None = None,
-    sink: float | Tensor | None = None,
-    gate: Tensor | None = None,
+    scale: Scale = None,
     return_stats: Wanted = False,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Statistics]:
     """Attention within each document of packed sequences: flash-attention's varlen signature, then ours.
 
@@ -92,7 +73,7 @@ def attention_varlen(
         window_size: (left, right) keys around i + n − m that are visible; −1 for no limit.
         softcap: c in c·tanh(x/c); 0 for none.
         gate: logits of an output gate, (Tq, Hq) one per head or (Tq, Hq, Dv) one per element.
-        dropout_p, normalizer, temperature, score_mod, sink, return_stats, backend: as in `regard.attention`.
+        dropout_p, return_stats, and the other options: as in `regard.attention`.
 
     Returns:
         The output (Tq, Hq, Dv), or the pair (output, statistics) if `return_stats` is not False; each statistic is
@@ -113,50 +94,27 @@ def attention_varlen(
         raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
     if cu_seqlens_k is None and len(k) != len(q):
         raise ValueError(f"cu_seqlens_k must be given where k has other tokens ({len(k)}) than q ({len(q)})")
+    gate = options.get("gate")
+    for name in ("window", "key_lengths"):
+        if name in options:
+            raise TypeError(f"attention_varlen() has no argument {name!r}; documents have window_size and cu_seqlens")
     _check_gate(gate, (*q.shape[:2], v.shape[2]))
     ends = (cu_seqlens_q,) if cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
     promised = max_seqlen_k if type(max_seqlen_k) is int else None
-    options = len(q), len(k), q.device, causal, *_check_window_size(window_size), promised
-    mask = recall(ends, options, lambda: _make_mask(ends[0], ends[-1], *options))
+    names, order = ("cu_seqlens_q", "cu_seqlens_k"), (causal, _check_window_size(window_size), promised)
+    mask = pack_documents(ends, names, len(q), len(k), q.device, *order)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    found: Any = attention(  # type: ignore[misc]
-        q,
-        k,
-        v,
-        mask,
-        dropout_p,
-        scale=softmax_scale if scale is None else scale,
-        enable_gqa=True,
-        normalizer=normalizer,
-        temperature=temperature,
-        softcap=None if isinstance(softcap, numbers.Real) and softcap == 0 else softcap,
-        score_mod=score_mod,
-        sink=sink,
-        gate=gate.transpose(0, 1)[None] if isinstance(gate, Tensor) else gate,
-        return_stats=return_stats,  # type: ignore[arg-type]
-        backend=backend,
-    )
+    given: dict[str, Any] = {name: x for name, x in options.items() if name != "gate"}
+    if isinstance(given.get("softcap"), numbers.Real) and given["softcap"] == 0:
+        given["softcap"] = None
+    found: Any = attention(
+        q, k, v, mask, dropout_p, False, softmax_scale if scale is None else scale, True, return_stats=return_stats,
+        gate=gate.transpose(0, 1)[None] if isinstance(gate, Tensor) else gate, **given,
+    )  # fmt: skip
     if not isinstance(found, tuple):
         return found[0].transpose(0, 1)
     out, stats = found
     return out[0].transpose(0, 1), Statistics({name: x[0] for name, x in stats.items()})
-
-
-def _make_mask(
-    ends_q: Ints, ends_k: Ints, queries: int, keys: int, device: torch.device, causal: bool,
-    left: int | None, right: int | None, promised: int | None,
-) -> Mask:  # fmt: skip
-    """Check where documents begin and end, and return their mask; `promised`: no document has more keys."""
-    cu_q = check_cu_seqlens(ends_q, "cu_seqlens_q", queries)
-    cu_k = check_cu_seqlens(ends_k, "cu_seqlens_q" if ends_k is ends_q else "cu_seqlens_k", keys)
-    if len(cu_q) != len(cu_k):
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must have as many documents, got {len(cu_q) - 1} and {len(cu_k) - 1}"
-        )
-    where_q = cu_q.to(device)
-    where_k = where_q if ends_k is ends_q else cu_k.to(device)
-    longest = find_longest(cu_k, promised) if ends_k is ends_q else None
-    return Mask((Packed.of(where_q, where_k, queries, causal, left, right, longest),))
 
 
 def _check_gate(gate: Tensor | None, shape: tuple[int, int, int]) -> None:
@@ -177,31 +135,3 @@ def _check_window_size(window_size: tuple[int, int]) -> tuple[int | None, int | 
         raise ValueError(f"window_size must be (left, right), ints ≥ 0 or −1 for no limit, got {window_size!r}")
     left, right = (check_side(None if side == -1 else side, "window_size") for side in window_size)
     return left, right
-
-
-MOST = 4
-_recent: dict[Hashable, tuple[list[weakref.ref], Mask]] = {}  # the layers of a model pass the same cu_seqlens in turn
-
-
-def recall(given: tuple[object, ...], options: tuple, make: Callable[[], Mask]) -> Mask:
-    """Return make(), or what it returned lately for the same options and tensors.
-
-    Tensors on the CPU are the same if their values are. Those on a GPU, whose values would take a wait, are if the
-    object is and torch has seen no change in place; what writes to its memory past torch (`.data`, DLPack) is not
-    noticed. Not while something records calls: the work of `make` belongs to the record then.
-    """
-    tensors = [x for x in given if isinstance(x, Tensor)]
-    on_gpu = [x for x in tensors if x.is_cuda]
-    if len(tensors) < len(given) or not is_plain_eager() or any(x.is_inference() for x in on_gpu):
-        return make()
-    if not all(x.is_cuda or readable(x) for x in tensors) or (on_gpu and torch.cuda.is_current_stream_capturing()):
-        return make()
-    key = options, *((id(x), x._version) if x.is_cuda else (x.dtype, str(x.tolist())) for x in tensors)
-    found = _recent.get(key)
-    if found is not None and all(known() is x for known, x in zip(found[0], on_gpu, strict=True)):
-        return found[1]
-    mask = make()
-    for old in list(_recent)[: max(0, len(_recent) + 1 - MOST)]:
-        _recent.pop(old, None)  # another thread may have been faster
-    _recent[key] = [weakref.ref(x) for x in on_gpu], mask
-    return mask

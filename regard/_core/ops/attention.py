@@ -27,9 +27,10 @@ from regard._core.derivatives.autograd import (
 )
 from regard._core.dtypes import accumulator
 from regard._core.ops.backends import ATTENTION, backend_module, default_device, refuse_tangents
-from regard._core.problem import OPTIONS_SCHEMA, TENSORS, Forward, unflatten
+from regard._core.problem import OPTIONS_SCHEMA, TENSORS, WIRED, Forward, unflatten
 
 COUNT = len(TENSORS)
+STATS = COUNT - 3 + [name for name, _ in WIRED].index("stats")  # the names among what follows q, k and v
 INPUTS = ", ".join(["Tensor q, Tensor k, Tensor v", *(f"Tensor? {name}" for name in TENSORS[3:]), OPTIONS_SCHEMA])
 SAVED = "Tensor o, Tensor shift, Tensor z, Tensor stat_values"  # the fields of `Forward`
 DIFFERENTIABLE_INPUTS = places_of(tuple(LEARNED))  # places in TENSORS
@@ -48,7 +49,7 @@ def attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @attention.register_fake
 def _(q, k, v, *rest):
-    stats = rest[-2]
+    stats = rest[STATS]
     rows, wide = q.shape[:3], accumulator(q.dtype)
     names = len(stats.split(",")) if stats else 0
     return (

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from regard import normalizers
 from regard._core import ops
+from regard._core.device import has_numba
 from regard._core.dtypes import accumulator, reference_dtype, widen
 from regard._core.ops.backends import ROWS, backend_module, is_plain_eager
 from regard._core.readable import has_no_values, is_mapped
+from regard._core.remember import remember
 from regard._core.rows.temperature_limits import apply_temperature, scale_scores
 from regard._core.rows.validation import (
     check_device,
@@ -48,10 +50,7 @@ def run_named(scores, spec, dim, temperature, mask, backend=None, name: str = "z
     if key is not None and _is_simple(scores, choice, dim, temperature):
         module = _row_module(scores.device.type)
         if module is not None:
-            if len(plans) >= MAX_PLANS:
-                plans.clear()
-            plans[key] = plan = module.plan(scores, choice, 1.0 / temperature)
-            return plan(scores)
+            return remember(plans, key, module.plan(scores, choice, 1.0 / temperature), MAX_PLANS)(scores)
     return run(scores, choice, None, dim, temperature, mask, backend)
 
 
@@ -121,7 +120,7 @@ def _is_simple(scores: Tensor, choice: Choice, dim, temperature) -> bool:
 @cache
 def _row_module(device: str) -> ModuleType | None:
     """The row kernels of a device type; None if it has none."""
-    backend = {"cpu": "cpu", "cuda": "triton"}.get(device)
+    backend = {"cpu": "cpu" if has_numba() else None, "cuda": "triton"}.get(device)
     return None if backend is None else backend_module(ROWS, backend)
 
 
@@ -141,10 +140,11 @@ def _rows_by_theta(z: Tensor, choice: Choice, theta: Tensor, visible, scale: flo
     """Weights of rows that each have their own parameter θ."""
     parameter = choice.normalizer.parameter
     assert parameter is not None  # a map without one takes no theta
-    if parameter.fused_high < parameter.high and _may_be_true(theta > parameter.fused_high):
+    low, high = _find_range(theta)  # one wait for a GPU
+    if parameter.fused_high < parameter.high and not high <= parameter.fused_high:  # NaN too
         return _reference_rows(z, choice, theta, visible, scale)
     theta = theta.to(torch.promote_types(theta.dtype, torch.float32))  # bfloat16 rounds 1.001 to 1
-    if not _may_be_true(theta < parameter.wide_below):
+    if not low < parameter.wide_below:
         return _fused_rows(z, choice, theta, visible, scale, backend)
     theta = parameter.keep_off_softmax(widen(theta))
     return _fused_rows(widen(z), choice, theta, visible, scale, backend).to(z.dtype)
@@ -205,6 +205,9 @@ def _active_transforms() -> list[str]:
     return [str(level.key()) for level in torch._C._functorch.get_interpreter_stack() or ()]
 
 
-def _may_be_true(condition: Tensor) -> bool:
-    """True if any entry is true, or if that cannot be known (while tracing, or of shapes alone)."""
-    return has_no_values(condition) or bool(condition.detach().any())
+def _find_range(x: Tensor) -> tuple[float, float]:
+    """The least and the largest entry; without bounds where they cannot be known (while tracing, of shapes alone)."""
+    if has_no_values(x):
+        return -math.inf, math.inf
+    low, high = torch.stack(x.detach().aminmax()).tolist() if x.numel() else (math.inf, -math.inf)
+    return low, high

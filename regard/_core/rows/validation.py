@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard._core.device import has_numba
 from regard._core.readable import readable
 from regard.normalizers import Parameter
 
@@ -137,7 +138,7 @@ def column_of(x: Tensor, name: str, shape: torch.Size, dim: int) -> Tensor:
 
 def choose_rows_backend(device: torch.device, backend: str | None) -> str:
     if backend is None:
-        return "triton" if device.type == "cuda" else "cpu"
+        return "triton" if device.type == "cuda" else "cpu" if has_numba() else "reference"
     if backend not in ("cpu", "triton", "reference"):
         raise ValueError(f"backend must be 'cpu', 'triton' or 'reference' for rows, got {backend!r}")
     if backend == "cpu" and device.type != "cpu":

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 import regard
+from regard._core.arguments import AttentionOptions
 from regard._core.execute import apply_policy
 from regard._core.gate import apply_gate
-from regard._core.options import AttentionOptions
 from regard._core.prepare import prepare
 from regard._core.problem import Problem
 from regard._core.rows.validation import is_autocast, under_autocast
@@ -50,6 +50,7 @@ class Call:
     sliceable: bool = True  # may `own` be asked for a few rows only?
     obstacle: str | None = None  # why it cannot be measured
     three_dims: bool = False  # of three dims, which may hold heads among the sequences
+    rounded: torch.dtype | None = None  # the narrowest dtype on the model's way to its weights, where q has another
     wants_weights: bool = False  # does the model want the weights as well?
     model_options: dict = field(default_factory=dict)  # what else the model passed to its attention function
     weights: list[Tensor] | None = None  # where `run` puts the weights, if they are wanted
@@ -69,7 +70,7 @@ class Call:
         if self.compute is not None:
             return self.compute(self)
         if self.weights is not None:
-            output, p = _output_and_weights(self)
+            output, p = output_and_weights(self)
             self.weights[:] = [p]
             return output
         return regard.attention(self.q, self.k, self.v, dropout_p=self.dropout, **self.arguments)
@@ -247,11 +248,11 @@ def merge_mask_and_bias(
     return bias + mask.to(bias.dtype), False
 
 
-def _output_and_weights(call: Call) -> tuple[Tensor, Tensor]:
+def output_and_weights(call: Call) -> tuple[Tensor, Tensor]:
     """Returns o and p = dropout(normaliser((cap(scale·q kᵀ) + bias) / T)), [B, H, M, N], in torch's dtypes.
 
-    torch's MultiheadAttention wants p by default, an eager model of transformers with output_attentions. The causal
-    order is in the mask; a sink is one more key without a value.
+    torch's MultiheadAttention wants p by default, an eager model of transformers with output_attentions. A sink is one
+    more key without a value.
     """
     options = AttentionOptions(dropout_p=call.dropout, **call.arguments)
     checked = apply_policy(prepare(call.q, call.k, call.v, options))
@@ -272,6 +273,9 @@ def _weights(problem: Problem) -> tuple[Tensor, Tensor]:
     if bias is not None:
         visible = bias != -math.inf
         bias = bias.masked_fill(~visible, 0.0)
+    if problem.causal:
+        order = causal_rows(torch.arange(q.shape[2], device=q.device), k.shape[2])
+        visible = order if visible is None else visible & order
     if visible is not None:
         k, v = blanked(visible, k, v)
     s = soft_cap((problem.scale * q) @ k.transpose(-1, -2), problem.softcap)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from regard.health.capture.call import HIDES_ALWAYS, HIDES_AMONG_ZEROS, Call
+from regard.health.capture.guard import guarded, say
 from regard.health.capture.interception import (
     find_caller,
     interceptions_of,
@@ -33,11 +34,21 @@ from regard.health.capture.interception import (
 )
 
 PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+OPERANDS: dict[str, tuple[str, ...]] = {
+    "matmul": ("input", "other"),
+    "__matmul__": ("input", "other"),
+    "bmm": ("input", "mat2"),
+    "baddbmm": ("input", "batch1", "batch2"),
+}
 TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
 OVER = {"div", "div_", "__truediv__", "__itruediv__", "divide", "true_divide"}
 DROPPING = {"dropout", "dropout_"}
 TRANSPOSING = {"transpose", "swapaxes", "swapdims", "permute"}
 MT = torch.Tensor.mT.__get__  # type: ignore[attr-defined]
+AXES = {-2: "queries", -3: "heads", -4: "batch"}
+RUNS_OVER = "its softmax runs over the"  # … queries, where the keys are meant
+CHANGED = "its weights were changed after the softmax"
+ROWS = 0.02  # by which a row of weights may miss a sum of 1
 EXACT, ROUNDED = 2e-6, 4.0  # a bias below EXACT·max|s| + ROUNDED·eps·|s| is rounding
 
 
@@ -61,6 +72,7 @@ class Weights:
     product: Product | None
     dropout: float = 0.0
     transposed: bool = False
+    axis: int = -1  # over which the softmax ran; another than −1 where the scores are a product
 
 
 def is_ordinary(func: Callable) -> bool:
@@ -80,10 +92,14 @@ class Follower:
         """Calls a torch function, and follows what it returns or captures it if it multiplies weights by values."""
         name = getattr(func, "__name__", "")
         if name in PRODUCTS and (module := running_module()) is not None and interceptions_of(module):
-            return self._multiply(module, name, func, args, kwargs)
+            multiply = partial(self._multiply, module, name, args, kwargs)
+            return guarded(multiply, partial(func, *args, **kwargs))
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and (self.known.data or name == "softmax"):
-            self._follow(name, func, args, kwargs, result)
+            try:
+                self._follow(name, func, args, kwargs, result)
+            except Exception as error:
+                say(error)
         return result
 
     def _follow(self, name: str, func: Callable, args: tuple, kwargs: dict, result: Tensor) -> None:
@@ -107,15 +123,21 @@ class Follower:
     def _follow_softmax(self, known: Any, args: tuple, kwargs: dict, result: Tensor) -> None:
         logits = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if dim in (-1, logits.ndim - 1) and logits.ndim > 1 and not isinstance(known, Weights):
+        if not isinstance(dim, int) or isinstance(known, Weights) or logits.ndim < 2:
+            return
+        axis = dim if dim < 0 else dim - logits.ndim
+        if axis == -1:
             self.known[result] = Weights(result, logits, known)
+        elif isinstance(known, Product):
+            self.known[result] = Weights(result, logits, None, axis=axis)
 
-    def _multiply(self, module: nn.Module, name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _multiply(self, module: nn.Module, name: str, args: tuple, kwargs: dict, run: Callable) -> Any:
+        names = OPERANDS.get(name, ())
+        args = (*args, *(kwargs[one] for one in names[len(args) :] if one in kwargs))
         if name == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
             args = (args[0], *args[1])
         tensors = [x for x in args if isinstance(x, Tensor)]
         weights = next((self.known[x] for x in tensors if isinstance(self.known.get(x), Weights)), None)
-        run = partial(func, *args, **kwargs)
         if weights is not None and name != "baddbmm" and len(tensors) == 2:
             return self._weigh(module, name, weights, args, tensors, run)
         result = run()
@@ -131,16 +153,47 @@ class Follower:
 
     def _weigh(self, module: nn.Module, name: str, weights: Weights, args: tuple, tensors: list, run: Callable) -> Any:
         """Captures p·v, or reports that it cannot be measured."""
-        values = tensors[0] if tensors[1] in self.known else tensors[1]
+        used, values = tensors if tensors[0] in self.known else tensors[::-1]
         if isinstance(values, nn.Parameter) or values.ndim < 3 or weights.logits.ndim < 3:
             return run()  # a lookup in a table, or a mixture of a few tensors
+        fault = None
+        if not (name == "einsum" or weights.dropout):
+            weights, fault = _judge_rows(weights, used)
         layout = _values_of(name, args, weights, values)
-        split = None if layout is None else _split_heads(weights, layout[0])
+        split = None if layout is None or fault is not None else _split_heads(weights, layout[0])
         if layout is None or split is None:
+            if fault is None and weights.axis != -1:
+                return run()  # keys in the place of queries, as kᵀq has them
             reason = f"{_line()} multiplies softmax weights by values, but their scores could not be followed to q·kᵀ"
+            reason = reason if fault is None else f"{fault} ({_line()})"
             call = Call(module, weights.p, values, values, own=lambda rows: run(), kind="by hand", obstacle=reason)
             return route(call, run, swaps=False)
-        return _capture(module, weights, split, layout, run)
+        return _capture(module, weights, used.shape[:-2], split, layout, run)
+
+
+def _judge_rows(weights: Weights, used: Tensor) -> tuple[Weights, str | None]:
+    """(weights, what is wrong): rows of the weights that multiply the values add up to 1, whatever was done to them.
+
+    Weights that were changed and whose rows still do become the softmax of their own logarithm.
+    """
+    used = used.detach().float()
+    sums = used.sum(-2 if weights.transposed else -1)
+    low, high = (float(x) for x in torch.aminmax(sums)) if sums.numel() else (1.0, 1.0)
+    if weights.axis != -1:
+        is_right = weights.transposed and weights.axis == -2
+        if is_right or (abs(low - 1.0) < ROWS and abs(high - 1.0) < ROWS):
+            return weights, None
+        return weights, f"{RUNS_OVER} {AXES.get(weights.axis, f'axis {weights.axis}')}, not over the keys"
+    own = weights.p.detach().float()
+    own = own.transpose(-1, -2) if weights.transposed else own
+    is_same = used.shape == own.shape and bool((used - own).abs().amax() < ROWS) if used.numel() else True
+    off = (sums - 1.0).abs()
+    if bool(((off < ROWS) | (sums.abs() < 1e-6) | ~torch.isfinite(sums)).all()):  # rows of 0: no key was visible
+        if is_same or used.shape != own.shape:
+            return weights, None
+        p = used.transpose(-1, -2) if weights.transposed else used
+        return replace(weights, p=p.to(weights.p.dtype), logits=p.log().to(weights.logits.dtype)), None
+    return weights, f"{CHANGED}: its rows add up to {low:.2g} to {high:.2g}"
 
 
 def _transpose(weights: Weights, func: Callable, args: tuple, kwargs: dict) -> Weights:
@@ -170,7 +223,8 @@ def _scores_of(name: str, args: tuple) -> tuple[Tensor, Tensor] | None:
     """Returns (q […, M, D], k […, N, D]) of a product that may be scores; None for any other."""
     if name == "einsum":
         return _find_scores(args)
-    first, second = args[1:3] if name == "baddbmm" else args[:2]
+    operands = args[1:3] if name == "baddbmm" else args[:2]
+    first, second = operands if len(operands) == 2 else (None, None)
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or min(first.ndim, second.ndim) < 3:
         return None
     return first, second.transpose(-1, -2)
@@ -216,8 +270,16 @@ def _as_heads(x: Tensor, batch: int, heads: int) -> Tensor | None:
     return x.reshape(1, 1, *rest).expand(batch, 1, *rest) if number == 1 else None
 
 
-def _capture(module: nn.Module, weights: Weights, split: list[Tensor], layout: tuple, run: Callable) -> Tensor:
+def _capture(
+    module: nn.Module, weights: Weights, lead: torch.Size, split: list[Tensor], layout: tuple, run: Callable
+) -> Tensor:
+    """Routes p·v; `lead` are the dims of the weights as they are multiplied, before [M, N]."""
     (q, k, v), (values, forth, back) = split, layout
+    rounded = None
+    if not q.dtype == k.dtype == v.dtype:  # scores in bfloat16 beside values in float32
+        wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        rounded = min((x.dtype for x in (q, k, v)), key=lambda dtype: torch.finfo(dtype).bits)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
     batch, heads = _lead(weights.logits)
     scale = 1.0 if weights.product is None else weights.product.scale
     rows, width = weights.logits.shape[-2], values.shape[-1]
@@ -230,9 +292,8 @@ def _capture(module: nn.Module, weights: Weights, split: list[Tensor], layout: t
         mask = _mask_of(weights.logits.reshape(batch, heads, rows, -1), q, k, scale)
     call = Call(
         module, q, k, v, own=own, kind="by hand", mask=mask, options=dict(scale=scale),
-        dropout=weights.dropout, sliceable=False, three_dims=weights.logits.ndim == 3,
+        dropout=weights.dropout, sliceable=False, rounded=rounded, three_dims=weights.logits.ndim == 3,
     )  # fmt: skip
-    lead = weights.logits.shape[:-2]
     return route_result(
         call,
         run,

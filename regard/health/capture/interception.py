@@ -21,11 +21,20 @@ from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily
 
 from regard.health.capture.call import UNDER_VMAP, Call, forget_derived, in_torch_layout, is_vmapped
+from regard.health.capture.guard import Once, is_ours, say
 
-SDPA = torch.nn.functional.scaled_dot_product_attention
+SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, whatever was put in its place under its name
 WITHOUT_ATTENTION = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.GELU, nn.ReLU)
 PLACES = (f"{torch.__path__[0]}/", __file__.rpartition("health")[0])  # files of torch and of regard
+RECHECKED = 64  # one forward in so many is followed though none of its kind needed it
 SUFFIXES_WITHOUT_ATTENTION = ("Norm", "Embedding", "Activation", "Conv1D")  # of class names
+
+
+def run_sdpa(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+    """Runs torch's own sdpa; its causal biases do that by its name alone, where something else may stand."""
+    if type(attn_mask).__name__ == "CausalBias":
+        return type(attn_mask)._dispatch(query, key, value, attn_mask, *args, **kwargs)
+    return SDPA(query, key, value, attn_mask, *args, **kwargs)
 
 
 def as_written(model: nn.Module) -> nn.Module:
@@ -58,6 +67,8 @@ class ThreadState(threading.local):
         self.captures = 0  # `torch_calls` blocks that are open
         self.busy = False  # inside a captured call: what it calls is not captured again
         self.weights_depth: int | None = None  # of the stack where a forward was given output_attentions=True
+        self.sdpa_calls = 0  # of torch's own function, seen by a mode
+        self.light: list[nn.Module] = []  # whose forward runs without frames of its parts: see `torch_calls`
         self.multi_head: dict | None = None  # passed by a multi-head call to the sdpa call inside it
 
 
@@ -103,6 +114,8 @@ class Interception:
         self.follows_functions, self.saw_functions = follows_functions, False
         self.describe: Callable[[], dict[str, Any]] | None = None
         self.routed = 0  # calls
+        self.needs_frames = observe is not None  # does somebody ask what module runs, and what it was given?
+        self._unfollowed: dict[Any, int] = {}  # kind of forward -> how many ran since one was followed
         self.modules = list(as_written(model).named_modules())
         self.names = {id(module): name for name, module in self.modules}
         self.names.setdefault(id(model), "")  # what torch.compile made of it
@@ -151,20 +164,35 @@ class Interception:
             packages.unpatch_packages()
 
     @contextlib.contextmanager
-    def torch_calls(self) -> Iterator[None]:
-        """Captures torch's own attention functions in this thread; what was compiled runs as it was written."""
+    def torch_calls(self, forward: Any = None) -> Iterator[None]:
+        """Captures torch's own attention functions in this thread; what was compiled runs as it was written.
+
+        `forward` tells kinds of forwards apart. One whose calls all came from transformers' registry or from packages
+        is not followed function by function again, but for one in `RECHECKED`: following costs as much as decoding.
+        """
         depth = len(STATE.stack)
         is_needed = has_compiler() and not _STANCE
         eagerly = torch.compiler.set_stance("force_eager") if is_needed else contextlib.nullcontext()
-        from regard.health.capture.torch_calls import TorchCalls
+        from regard.health.capture.torch_calls import TorchCalls, capture_replaced_sdpa
 
-        mode = TorchCalls() if self.follows_functions else None
+        since = self._unfollowed.get(forward)
+        mode = TorchCalls() if self.follows_functions and (since is None or since >= RECHECKED) else None
+        routed, light = self.routed, STATE.light
+        needs_frames = mode is not None or since is None or self.needs_frames
+        STATE.light = [] if needs_frames or any(one.observe is not None for one in ACTIVE) else [self.model]
         STATE.captures += 1
         try:
-            with eagerly, mode or contextlib.nullcontext():
+            with eagerly, mode or contextlib.nullcontext(), capture_replaced_sdpa():
                 yield
         finally:
             self.saw_functions = mode is not None and mode.saw_attention
+            if forward is not None and mode is None and since is not None:
+                self._unfollowed[forward] = since + 1
+            elif forward is not None and self.routed > routed and not self.saw_functions:
+                self._unfollowed[forward] = 0
+            else:
+                self._unfollowed.pop(forward, None)
+            STATE.light = light
             STATE.captures -= 1
             del STATE.stack[depth:]
             STATE.weights_depth = None
@@ -222,15 +250,23 @@ def _lacks_attention(kind: type[nn.Module]) -> bool:
 
 
 def _enter_forward(module: nn.Module, inputs: tuple, named: dict | None = None) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (STATE.light and module is not STATE.light[0]):
         return
+    try:
+        _enter(module, inputs, named)
+    except Exception as error:
+        say(error)
+
+
+def _enter(module: nn.Module, inputs: tuple, named: dict | None) -> None:
     opener = next((one for one in ACTIVE[:] if one.in_every_forward and id(module) in one.names), None)
     if opener is not None:
         run_as_written()
         if module is opener.model:
             close_scopes(opener)  # of a forward that Ctrl-C ended
         if not STATE.scopes:
-            open_scope(opener.torch_calls(), opener)
+            kind = _kind_of_forward(module, inputs, named or {}) if module is opener.model else None
+            open_scope(opener.torch_calls(kind), opener)
     if named and named.get("output_attentions") and STATE.weights_depth is None:
         STATE.weights_depth = len(STATE.stack)
     given = (*inputs, *named.values()) if named else inputs
@@ -238,9 +274,25 @@ def _enter_forward(module: nn.Module, inputs: tuple, named: dict | None = None) 
     STATE.stack.append(Frame(module, token, given))
 
 
+def _kind_of_forward(module: nn.Module, inputs: tuple, named: dict) -> tuple:
+    """Returns what tells forwards of a module apart that may take other code: modes, options, one token or several."""
+    first = next((x for x in (*inputs, *named.values()) if isinstance(x, Tensor)), None)
+    is_step = first is not None and first.ndim > 1 and first.shape[1] == 1
+    options = frozenset(name for name, x in named.items() if x is not None and x is not False)
+    way = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return id(module), module.training, torch.is_grad_enabled(), len(inputs), options, is_step, way
+
+
 def _leave_forward(module: nn.Module, inputs: tuple, output: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (STATE.light and (not STATE.stack or STATE.stack[-1][0] is not module)):
         return
+    try:
+        _leave(module)
+    except Exception as error:
+        say(error)
+
+
+def _leave(module: nn.Module) -> None:
     if STATE.stack and STATE.stack[-1][0] is module:
         STATE.stack.pop()
     if STATE.weights_depth is not None and len(STATE.stack) <= STATE.weights_depth:
@@ -285,19 +337,45 @@ def route(call: Call, run_original: Callable[[], Tensor], swaps: bool = True) ->
     Without `swaps` it goes to observers alone, because it cannot be computed in another way.
     """
     active = [one for one in interceptions_of(call.module) if swaps or one.observe is not None]
-    swapped, run = call, run_original
+    swapped, run = call, Once(run_original)
     with uncaptured():
         for one in active:
             one.routed += 1
             if one.swap is not None:
-                swapped = one.swap(swapped)
+                swapped = _swap(one, swapped)
         if swapped is not call:
-            run = partial(_run_swapped, swapped)
+            run = Once(partial(_run_swapped, swapped))
         if active and any(is_vmapped(x) for x in (call.q, call.k, call.v, call.mask)):
             swapped = replace(swapped, obstacle=UNDER_VMAP)
         for one in reversed(active):  # the first observer is outermost
             if one.observe is not None:
-                run = partial(one.observe, swapped, one.names[id(call.module)], run)
+                run = Once(partial(_observe, one, swapped, one.names[id(call.module)], run))
+        return run()
+
+
+def _swap(one: Interception, call: Call) -> Call:
+    """Returns the call as a swap changes it; as it was if the swap fails."""
+    try:
+        return one.swap(call)  # type: ignore[misc]
+    except Exception as error:
+        if not is_ours(error):
+            raise
+        say(error)
+        return call
+
+
+def _observe(one: Interception, call: Call, name: str, run: Once) -> Tensor:
+    """Returns the output that an observer returns; if it fails, the model's own, and the observer is told why."""
+    try:
+        return one.observe(call, name, run)  # type: ignore[misc]
+    except Exception as error:
+        if not is_ours(error):
+            raise
+        say(error)
+        if call.obstacle is None:
+            reason = f"regard failed on it: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            with contextlib.suppress(Exception):
+                one.observe(replace(call, obstacle=reason), name, run)  # type: ignore[misc]
         return run()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from regard.health.capture.flex_calls import capture_flex
 from regard.health.capture.fused_call import FusedCall, Sides, capture_fused
+from regard.health.capture.guard import guarded
 
 Capture = Callable[[Callable, dict[str, Any]], Any]
 FLASH = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func", "flash_attn_varlen_func",
@@ -239,10 +241,13 @@ def _pass_by_name(original: Callable, capture: Capture) -> Callable:
     others = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
 
     def pass_by_name(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
-        more = given.pop(others, {})
-        return capture(original, {**given, **more})
+        def ours(run: Callable) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = dict(bound.arguments)
+            more = given.pop(others, {})
+            return capture(original, {**given, **more})
+
+        return guarded(ours, partial(original, *args, **kwargs))
 
     return pass_by_name

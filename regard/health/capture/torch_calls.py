@@ -11,18 +11,28 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from regard._core.execute import dense_attention
+from regard._core.execute import dense_attention, opened_rows
 from regard._core.gate import apply_gate
 from regard._core.problem import TENSORS, Problem, unflatten
 from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, hide, select_rows
+from regard.health.capture.guard import guarded
 from regard.health.capture.handwritten import Follower, is_ordinary
-from regard.health.capture.interception import SDPA, STATE, interceptions_of, report_gate, route, running_module
+from regard.health.capture.interception import (
+    SDPA,
+    STATE,
+    interceptions_of,
+    report_gate,
+    route,
+    run_sdpa,
+    running_module,
+)
 from regard.masks import resolve_causal_bias
 from regard.normalizers import Choice
 from regard.reference import joined_mask, score_of
@@ -76,7 +86,8 @@ class TorchCalls(TorchFunctionMode):
             mode = torch._C._get_function_stack_at(place)
             if isinstance(mode, TorchCalls):
                 mode._saw_handled = True
-        return handler(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        return guarded(lambda run: handler(func, args, kwargs), partial(func, *args, **kwargs))
 
     def _capture_sigmoid(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Reports σ of what may be a model's own gate, such as Qwen3-Next's; the observer compares its shape."""
@@ -93,10 +104,13 @@ def _capture_gate(func: Callable, args: tuple, kwargs: dict) -> Tensor:
 
 def _capture_sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
-    enable_gqa=False, *, cross: bool | None = None, weights: list[Tensor] | None = None,
+    enable_gqa=False, *, cross: bool | None = None, weights: list[Tensor] | None = None, function: Callable = SDPA,
 ) -> Tensor:  # fmt: skip
+    STATE.sdpa_calls += function is SDPA
+
     def run(q, mask, causal, dropout):
-        return SDPA(q, key, value, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
+        run_it = run_sdpa if function is SDPA else function
+        return run_it(q, key, value, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
 
     def run_original():
         return run(query, attn_mask, is_causal, dropout_p)
@@ -109,7 +123,9 @@ def _capture_sdpa(
         return route(call, run_original)
 
     mask_given, ordered = resolve_causal_bias(attn_mask, is_causal, query.device)
-    empty = getattr(attn_mask, "sees_nothing", None)  # empty rows, which regard.attention opens and zeroes afterwards
+    empty = (
+        opened_rows.get(attn_mask) if isinstance(attn_mask, Tensor) else None
+    )  # empty rows, which regard.attention opens and zeroes afterwards
 
     def own(rows):
         if rows is None:
@@ -122,7 +138,8 @@ def _capture_sdpa(
 
     shown = mask_given if mask_given is None or empty is None else hide(mask_given, empty)
     call = Call(
-        module=module, q=as_four_dims(query), k=as_four_dims(key), v=as_four_dims(value), own=own, kind="sdpa",
+        module=module, q=as_four_dims(query), k=as_four_dims(key), v=as_four_dims(value), own=own,
+        kind="sdpa" if function is SDPA else f"sdpa, replaced by {_place_of(function)}", sliceable=function is SDPA,
         mask=clean_mask(_mask_as_four_dims(shown, query)), causal=ordered,
         options=dict(scale=scale), dropout=dropout_p, cross=cross, three_dims=query.ndim == 3, weights=weights,
     )  # fmt: skip
@@ -176,19 +193,74 @@ def _capture_multi_head(func: Callable, args: tuple, kwargs: dict) -> tuple[Tens
 def _patched_sdpa() -> Iterator[None]:
     """Replaces torch's sdpa under its name in `torch.nn.functional`, where the multi-head function looks it up."""
     with _PATCH_LOCK:
-        F.scaled_dot_product_attention = _sdpa_of_multi_head
-        try:
+        found = getattr(F.scaled_dot_product_attention, "replaced", F.scaled_dot_product_attention)
+        function = SDPA if is_torchs_or_ours(found) else found
+
+        def capture(*args, **kwargs) -> Tensor:
+            """Captures the call if this thread is in a multi-head function; other threads get what was found."""
+            if STATE.multi_head is None:
+                return found(*args, **kwargs)
+            return _capture_sdpa(*args, **{**kwargs, **STATE.multi_head}, function=function)
+
+        capture.replaced = found  # type: ignore[attr-defined]
+        with _in_place_of_sdpa(capture):
             yield
-        finally:
-            F.scaled_dot_product_attention = SDPA
 
 
 _PATCH_LOCK = threading.RLock()
+_OPAQUE: WeakSet[Any] = WeakSet()  # functions in the place of sdpa that were seen not to call torch's own
 
 
-def _sdpa_of_multi_head(*args, **kwargs) -> Tensor:
-    """Captures the call if this thread is in a multi-head function; other threads get torch's own."""
-    return SDPA(*args, **kwargs) if STATE.multi_head is None else _capture_sdpa(*args, **{**kwargs, **STATE.multi_head})
+def is_torchs_or_ours(function: Any) -> bool:
+    """True for torch's own sdpa, and for what a monitor taps it with."""
+    return function is SDPA or str(getattr(function, "__module__", "")).startswith("regard.")
+
+
+@contextlib.contextmanager
+def _in_place_of_sdpa(function: Callable) -> Iterator[None]:
+    """Puts a function under the name of torch's sdpa; restores what it found, unless another came meanwhile."""
+    found = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = function
+    try:
+        yield
+    finally:
+        if F.scaled_dot_product_attention is function:
+            F.scaled_dot_product_attention = found
+
+
+@contextlib.contextmanager
+def capture_replaced_sdpa() -> Iterator[None]:
+    """Captures what somebody put in the place of torch's sdpa; one that calls torch's own is captured there."""
+    found = F.scaled_dot_product_attention
+    if is_torchs_or_ours(found):
+        yield
+        return
+
+    def capture(*args, **kwargs) -> Tensor:
+        if not interceptions_of(running_module()):
+            return found(*args, **kwargs)
+        if found not in _OPAQUE:
+            before = STATE.sdpa_calls
+            result = found(*args, **kwargs)
+            if STATE.sdpa_calls != before:
+                return result
+            _OPAQUE.add(found)
+        for place in range(torch._C._len_torch_function_stack()):
+            mode = torch._C._get_function_stack_at(place)
+            if isinstance(mode, TorchCalls):
+                mode._saw_handled = True
+        return guarded(lambda run: _capture_sdpa(*args, **kwargs, function=found), partial(found, *args, **kwargs))
+
+    capture.replaced = found  # type: ignore[attr-defined]
+    with _in_place_of_sdpa(capture):
+        yield
+
+
+def _place_of(function: Callable) -> str:
+    """Returns NAME in FILE."""
+    code = getattr(function, "__code__", None)
+    file = "?" if code is None else code.co_filename.rpartition("/")[2]
+    return f"{getattr(function, '__name__', type(function).__name__)} in {file}"
 
 
 def _capture_regard_op(func: Callable, args: tuple) -> list:
@@ -201,7 +273,9 @@ def _capture_regard_op(func: Callable, args: tuple) -> list:
 def _capture_reference(func: Callable, args: tuple) -> tuple:
     """Runs regard's reference: (o, statistics)."""
     (call,) = args
-    return _capture_own(call.problem, call.bias, call.mask, call.temperature, call.sink, partial(func, call))
+    names = ("bias", "mask", "temperature", "sink")
+    bias, mask, temperature, sink = (call.given.get(name, getattr(call.problem, name)) for name in names)
+    return _capture_own(call.problem, bias, mask, temperature, sink, partial(func, call))
 
 
 def _capture_own(problem: Problem, bias, mask, temperature, sink, run: Callable) -> tuple:

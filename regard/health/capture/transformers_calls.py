@@ -17,6 +17,7 @@ from regard.health.capture.call import Call, causal_rows, clean_mask, derive, me
 from regard.health.capture.documents import documents_of_positions
 from regard.health.capture.flex_calls import mask_of_block
 from regard.health.capture.fused_call import FusedCall, capture_fused
+from regard.health.capture.guard import guarded
 from regard.health.capture.interception import SDPA, STATE, interceptions_of, is_swapped, route
 
 _ORIGINALS: dict[str, object] = {}
@@ -51,9 +52,16 @@ def _wrap_lookup(lookup: Callable) -> Callable:
 
 
 def _capture(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
-    is_ours = getattr(getattr(own, "func", None), "__module__", None) == "regard.hf"  # its regard.attention is captured
+    is_ours = (
+        getattr(getattr(own, "func", None), "__module__", None) == "regard.hf.attention"
+    )  # its regard.attention is captured
     if args or not interceptions_of(module) or kwargs.get("cache") is not None or is_ours:
         return own(module, query, key, value, attention_mask, *args, **kwargs)
+    given = module, query, key, value, attention_mask
+    return guarded(lambda run: _route_call(own, *given, kwargs), partial(own, *given, **kwargs))
+
+
+def _route_call(own, module, query, key, value, attention_mask, kwargs):
     if _name(own) == "flash_attention_forward":
         return _capture_flash(own, module, query, key, value, attention_mask, kwargs), None
     weights = None

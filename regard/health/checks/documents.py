@@ -8,19 +8,29 @@ import torch
 from torch import Tensor
 
 from regard.health.capture.documents import find_starts
-from regard.health.findings._finding import Finding
-from regard.health.probing.probe import relative_change
-from regard.health.probing.trial import SEQUENCES, NotApplicable, Trial
+from regard.health.checks.finding import Finding
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.packed import LENGTHS, find_documents
+from regard.health.probe.probe import relative_change
+from regard.health.probe.trial import SEQUENCES, Trial
 from regard.health.tokens.text import TokenBatch, exchange_tokens
 
-NAME = "packed documents do not change one another"
-KIND = "documents mixed"
+RULE = Rule(
+    "RG102", "documents mixed", "packed documents do not change one another",
+    "warning", needs="batches whose position_ids start anew within a row",
+    proves="Proves that a packed document's outputs depend on another document; it cannot tell whether that is meant.",
+    cause="The kernel in use, or the mask that the library made, ignores where documents begin.",
+    fix="Hide other documents: attn_implementation='regard', or attn_mask=regard.Mask.documents(ids=…) & "
+    "regard.Mask.causal().",
+
+)  # fmt: skip
+RULES = (RULE,)
 BEHIND = 64  # tokens behind the first document
 
 
 def check(trial: Trial) -> list[Finding]:
     trial.require_repeatable()
-    tokens, start = find_packed(trial)
+    tokens, start, why = find_packed(trial)
     first = torch.arange(tokens.ids.shape[1], device=start.device) < start[:, None]  # [B, N]
     before, calls = trial.probe.capture(tokens)
     after = trial.probe.run(tokens.with_ids(exchange_tokens(tokens.ids, first)))
@@ -33,9 +43,9 @@ def check(trial: Trial) -> list[Finding]:
     same = [(key, one) for key, one in calls.items() if one.q.shape[2] == one.k.shape[2] == first.shape[1]]
     keys = [key for key, one in same if bool((one.visible & across).any())]
     return trial.find(
-        KIND, "warning", keys,
+        RULE, "warning", keys,
         f"Other tokens in the first document of a packed row change the output behind it by {amount:.2g} of its size, "
-        "although position_ids start anew there.",
+        f"although {why} there.",
         f"relative change of another document > {trial.tolerance:g}",
         "Hide other documents: in transformers with attn_implementation='regard' (or 'sdpa' with use_cache=False and "
         "no attention_mask), elsewhere with attn_mask=regard.Mask.documents(ids=…) & regard.Mask.causal(). Ignore this "
@@ -43,14 +53,24 @@ def check(trial: Trial) -> list[Finding]:
     )  # fmt: skip
 
 
-def find_packed(trial: Trial) -> tuple[TokenBatch, Tensor]:
-    """(the begin of some packed sequences, the index [B] at which the second document of each begins)."""
+def find_packed(trial: Trial) -> tuple[TokenBatch, Tensor, str]:
+    """(the begin of some packed sequences, the index [B] at which the second document begins, what says so)."""
     for batch in trial.batches:
-        positions = batch.named.get("position_ids")
-        if not isinstance(positions, Tensor) or positions.shape != batch.ids.shape or batch.has_decoder:
+        if batch.has_decoder:
             continue
-        starts = find_starts(positions[:SEQUENCES])
-        if starts is not None and bool(starts[:, 1:].any(-1).all()):
-            second = starts[:, 1:].int().argmax(-1) + 1
-            return batch.cut(SEQUENCES, int(second.max()) + BEHIND), second
-    raise NotApplicable("no position_ids of the batches start anew within a row")
+        positions = batch.named.get("position_ids")
+        if isinstance(positions, Tensor) and positions.shape == batch.ids.shape:
+            starts = find_starts(positions[:SEQUENCES])
+            if starts is not None and bool(starts[:, 1:].any(-1).all()):
+                return *_begin(batch, starts), "position_ids start anew"
+        known = find_documents(batch)
+        if known is not None and bool(known[0][:SEQUENCES, 1:].any(-1).all()):
+            if known[1] in LENGTHS:
+                return batch, known[0][:, 1:].int().argmax(-1) + 1, f"{known[1]} ends one"
+            return *_begin(batch, known[0][:SEQUENCES]), f"{known[1]} begins another"
+    raise NotApplicable("nothing in the batches (position_ids, segment ids, masks) tells of several documents in a row")
+
+
+def _begin(batch: TokenBatch, starts: Tensor) -> tuple[TokenBatch, Tensor]:
+    second = starts[:, 1:].int().argmax(-1) + 1
+    return batch.cut(SEQUENCES, int(second.max()) + BEHIND), second

@@ -3,12 +3,20 @@
 import torch
 from torch import Tensor, nn
 
-from regard.health.findings._finding import Finding
-from regard.health.probing.probe import Key
-from regard.health.probing.trial import NotApplicable, Trial
+from regard.health.checks.finding import Finding
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.probe import Key
+from regard.health.probe.trial import Trial
 
-NAME = "no two layers hold the same weights"
-KIND = "duplicate layers"
+RULE = Rule(
+    "RG601", "duplicate layers", "no two layers hold the same weights",
+    "warning", needs="layers with weights of their own",
+    proves="Proves that all weights of two attention modules are equal.",
+    cause="A conversion read one layer twice.",
+    fix="Check the names in the conversion of weights.",
+    explains=("RG24", "RG8"),
+)  # fmt: skip
+RULES = (RULE,)
 
 
 def check(trial: Trial) -> list[Finding]:
@@ -32,7 +40,7 @@ def check(trial: Trial) -> list[Finding]:
         raise NotApplicable("all layers are copies of one, as a fresh nn.TransformerEncoder has them")
     listed = "; ".join(" = ".join(key[0] for key in group[:4]) for group in repeated[:4])
     return trial.find(
-        KIND, "warning", [key for group in repeated for key in group],
+        RULE, "warning", [key for group in repeated for key in group],
         f"Layers hold the same weights: {listed}.",
         "all weights of two attention modules equal, and not those of every other layer",
         "Check the names in the conversion of weights: one layer was read twice.",

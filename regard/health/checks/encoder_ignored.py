@@ -2,13 +2,20 @@
 
 import torch
 
-from regard.health.findings._finding import Finding
-from regard.health.probing.probe import relative_change
-from regard.health.probing.trial import NotApplicable, Trial
+from regard.health.checks.finding import Finding
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.probe import relative_change
+from regard.health.probe.trial import Trial
 from regard.health.tokens.text import exchange_tokens
 
-NAME = "the decoder depends on the encoder's text"
-KIND = "encoder ignored"
+RULE = Rule(
+    "RG801", "encoder ignored", "the decoder depends on the encoder's text",
+    "critical", needs="token ids of an encoder and a decoder",
+    proves="Proves that another text for the encoder does not change the decoder's output.",
+    cause="Cross-attention takes keys and values from the decoder, or the encoder's output is masked away.",
+    fix="Give cross-attention the encoder's output as keys and values.",
+)  # fmt: skip
+RULES = (RULE,)
 LEAST = 1e-4  # relative change of the output
 
 
@@ -24,7 +31,7 @@ def check(trial: Trial) -> list[Finding]:
         return []
     cross = [key for key, one in trial.captured[1].items() if one.call.is_cross(key[0])]
     return trial.find(
-        KIND, "critical", cross,
+        RULE, "critical", cross,
         f"Another text for the encoder changes the decoder's output by {amount:.2g} of its size: it does not read it.",
         f"relative change < {LEAST:g}",
         "Check that cross-attention takes keys and values from the encoder's output (not from the decoder), that this "

@@ -1,55 +1,80 @@
 """Sees the future: other tokens behind position c change what the model computes before c.
 
-A model that predicts the next token may not see it. No mask need be understood: the tokens from the middle of the text
-on are exchanged, and the first layer whose rows before the middle change is where the leak begins.
+A model that predicts the next token may not see it. No mask need be understood: the tokens of the second half, of the
+last quarter and the last one alone are exchanged, and the first layer whose earlier rows change is where it begins.
 """
 
-from regard.health.findings._finding import Finding
-from regard.health.probing.probe import relative_change
-from regard.health.probing.trial import NotApplicable, Trial
+from regard.health.checks.finding import Finding
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.futures import Leak, change_later
+from regard.health.probe.probe import relative_change
+from regard.health.probe.trial import Trial
 
-NAME = "later tokens do not change earlier outputs"
-KIND = "sees the future"
+RULE = Rule(
+    "RG101", "sees the future", "later tokens do not change earlier outputs", "critical", needs="token ids",
+    proves="Proves that the outputs before a token depend on it; it cannot tell a model that may see later "
+    "tokens from one that may not: causal=True, a class that predicts the next token, labels, or causal layers say so.",
+    cause="A mask is missing, shifted, soft or too short in one layer, or something mixes tokens outside attention.",
+    fix="Give this layer is_causal=True, or a bool mask with tril() that is as long as the text.",
+    explains=("RG103", "RG104", "RG105", "RG106", "RG107", "RG206", "RG211"),
+)  # fmt: skip
+RULES = (RULE,)
 
 
 def check(trial: Trial) -> list[Finding]:
     trial.require_repeatable()
-    leak = trial.leak
-    if leak <= trial.tolerance:
+    leaks = [leak for leak in trial.leaks if leak.amount > trial.rounding]
+    if not leaks:
         return []
-    why = trial.why_causal
+    why = trial.why_causal or trial.why_inconsistent
     if why is None:
         raise NotApplicable("nothing says that the model predicts the next token; pass causal=True if it does")
-    key, where, remedy = locate(trial)
+    worst = max(leaks, key=lambda leak: leak.amount)
+    key, where, remedy = locate(trial, worst)
     return trial.find(
-        KIND, "critical", [key] if key else [],
-        f"Other tokens in the second half of the text change the output in the first half by {leak:.2g} of its size. "
-        f"The leak begins {where}. The model must not see later tokens: {why}.",
-        f"relative change of the earlier rows > {trial.tolerance:g}",
+        RULE, "critical", [key] if key else [],
+        f"{worst}{describe_reach(trial, leaks)}. The leak begins {where}. The model must not see later tokens: {why}.",
+        f"relative change of an earlier row > {trial.rounding:.2g}, which rounding explains",
         f"{remedy} Losses measured with this leak are too low: in generation the later tokens are not there. Pass "
         "causal=False if the model may see them.",
     )  # fmt: skip
 
 
-def locate(trial: Trial) -> tuple[tuple[str, int] | None, str, str]:
+def describe_reach(trial: Trial, leaks: list[Leak]) -> str:
+    """Where in the text the leak is, if it is not everywhere."""
+    safe = [leak for leak in trial.leaks if leak not in leaks]
+    if safe:
+        listed = " and ".join(leak.place for leak in safe)
+        first = min(leak.first for leak in leaks)
+        return f"; those in {listed} do not, so the mask ends before the text does (near position {first})"
+    nearest = leaks[-1]
+    if nearest.first == nearest.cut - 1 and nearest.place == "the last token":
+        return ", the output just before them most"
+    return ""
+
+
+def locate(trial: Trial, leak: Leak) -> tuple[tuple[str, int] | None, str, str]:
     """(the layer's key, where the leak begins, what to check)."""
-    c, _, after = trial.after_change
+    c, after = leak.cut, trial.probe.capture(change_later(trial.tokens, leak.cut))[1]
     previous = None
     for key, one in trial.captured[1].items():
         other = after.get(key)
         if other is None or one.call.is_cross(key[0]) or one.q.shape[2] != trial.tokens.targets.shape[1]:
             continue
         layer = trial.layer_of(key)
-        name = f"layer {layer.index} ({key[0] or 'the model itself'})" if layer is not None else key[0]
+        own = key[0] or "the model itself"
+        name = f"layer {layer.index} ({own})" if layer is not None else own
         pairs = ((one.q, other.q), (one.k, other.k), (one.v, other.v))
-        if any(a.shape[2] > c and relative_change(a[:, :, :c], b[:, :, :c]) > trial.tolerance for a, b in pairs):
+        if any(a.shape[2] > c and relative_change(a[:, :, :c], b[:, :, :c]) > trial.rounding for a, b in pairs):
             if previous is None:
                 return key, f"before the attention of {name}, the first", BEFORE
             return previous[0], f"after the attention of {previous[1]}", AFTER
-        if relative_change(one.output[:, :, :c], other.output[:, :, :c]) > trial.tolerance:
+        if relative_change(one.output[:, :, :c], other.output[:, :, :c]) > trial.rounding:
             return key, f"in the attention of {name}", INSIDE
         previous = key, name
-    return (previous[0], f"after the attention of {previous[1]}", AFTER) if previous else (None, "somewhere", INSIDE)
+    if previous is None:
+        return None, "somewhere: no attention was captured", INSIDE
+    return previous[0], f"after the attention of {previous[1]}", AFTER
 
 
 INSIDE = (

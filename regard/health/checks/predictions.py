@@ -7,29 +7,41 @@ every model starts like this.
 
 import math
 
-from regard.health.findings._finding import Finding
-from regard.health.findings.diffuse import untrained_heads
-from regard.health.probing.task import LossReading
-from regard.health.probing.trial import NotApplicable, Trial
+from regard.health.checks.diffuse import untrained_heads
+from regard.health.checks.finding import Finding
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.task import LossReading
+from regard.health.probe.trial import Trial
 
-NAME = "the model predicts its text better than the text's frequencies"
-KIND = "untrained or broken"
+RULE = Rule(
+    "RG802", "untrained or broken", "the model predicts its text better than the text's frequencies",
+    "critical", needs="a loss per token, 200 tokens or more",
+    proves="Proves that the model predicts this text worse than its own frequencies; it may be untrained, "
+    "broken, or the text of another kind.",
+    cause="Token ids of another tokenizer, weights that were not loaded, wrong positions or norms, or a text of "
+    "another kind.",
+    fix="Compare with a model that works: regard.compare(model, reference, batches) names the first layer that "
+    "differs.",
+)  # fmt: skip
+RULES = (RULE,)
 
 
 def check(trial: Trial) -> list[Finding]:
-    reading = trial.loss_reading
+    reading = trial.token_reading
     if reading is None:
         raise NotApplicable("the model has no loss on this text; pass loss=, or labels in the batches")
     if reading.unigram is None:
         raise NotApplicable(f"there are no frequencies of tokens to compare the loss with ({reading.kind})")
     if reading.tokens < LEAST_TOKENS:
         raise NotApplicable(f"{reading.tokens} tokens are too few to compare losses; {LEAST_TOKENS} are enough")
+    if reading.uniform is not None and reading.unigram >= reading.uniform:
+        raise NotApplicable("too little text: its own frequencies predict it no better than a uniform guess")
     if reading.low <= reading.unigram:
         return []
     guessing = FRESH * reading.unigram < reading.mean < CONFIDENT * (reading.uniform or math.inf)
     untrained = guessing and bool(untrained_heads(trial.heads))
     return trial.find(
-        KIND, "note" if untrained else "critical", [],
+        RULE, "note" if untrained else "critical", [],
         describe(reading) + (" Its heads look untrained too." if untrained else ""),
         "loss of the next or masked token, 95 % interval, above that of the text's unigrams",
         "If it was trained, look for what is wrong outside the scores as well: token ids of another tokenizer, weights "

@@ -13,16 +13,41 @@ import torch
 from torch import Tensor
 
 from regard.health.capture.call import Call
-from regard.health.findings._finding import Finding
-from regard.health.probing.probe import change_calls
-from regard.health.probing.task import MASKED, NEXT
-from regard.health.probing.trial import NotApplicable, Trial
+from regard.health.checks.finding import Finding
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.probe import change_calls
+from regard.health.probe.task import MASKED, NEXT, Task
+from regard.health.probe.trial import Trial
 from regard.scores import resolve_scale
 
-NAME = "no other wiring of q, k and v lowers the loss"
-SCALE, ORDER, EXCHANGED, ROTARY = "scale off", "heads in another order", "q and k exchanged", "rotary positions off"
-KINDS = (ORDER, EXCHANGED, ROTARY)
-GAIN, ROTARY_GAIN = 0.02, 0.05  # of the loss, at least; rotations also help a layer whose logits are too large
+SCALE = Rule(
+    "RG402", "scale off", "no other wiring of q, k and v lowers the loss", "warning", needs="a loss",
+    proves="Proves that the model predicts this text better with another scale.",
+    cause="The scale differs from the one that the model was trained with.",
+    fix="Use the scale that the model was trained with.",
+    what_if=("scale=sqrt", "qk_norm"),
+)  # fmt: skip
+ORDER = Rule(
+    "RG403", "heads in another order", "no other order of heads lowers the loss", "warning", needs="a loss",
+    proves="Proves that the model predicts this text better with its heads in another order.",
+    cause="repeat and repeat_interleave were confused, or heads were exchanged in a conversion.",
+    fix="Compare the order of heads with that of the model it was converted from.",
+)  # fmt: skip
+EXCHANGED = Rule(
+    "RG404", "q and k exchanged", "exchanging q and k does not lower the loss", "warning", needs="a loss",
+    proves="Proves that the model predicts this text better with q and k exchanged.",
+    cause="The conversion named the query weights as key weights.",
+    fix="Exchange the query and key weights.",
+)  # fmt: skip
+ROTARY = Rule(
+    "RG405", "rotary positions off", "no other rotation of q or k lowers the loss", "warning", needs="a loss",
+    proves="Proves that the model predicts this text better with other rotary positions.",
+    cause="Positions of a cache are off, or one side is not rotated.",
+    fix="Rotate queries and keys by the same positions.",
+)  # fmt: skip
+RULES = (SCALE, ORDER, EXCHANGED, ROTARY)
+GAIN = 0.05  # of the loss, at least
+ALONE = 0.3  # of the loss, at least, where no frequencies say which loss is sound
 SEQUENCES, LENGTH = 8, 128
 BASE = 10000.0  # of rotary angles
 
@@ -30,40 +55,57 @@ BASE = 10000.0  # of rotary angles
 class Repair(NamedTuple):
     """A change of every call, the kind of finding it stands for, and what it means if it lowers the loss."""
 
-    kind: str
+    rule: Rule
     meaning: str
     change: Callable[[Call], Call]
 
 
 def check(trial: Trial) -> list[Finding]:
-    task = trial.task
+    task = trial.token_task or trial.task
     if task is None:
         raise NotApplicable("the model has no loss on this text; pass loss=, or labels in the batches")
-    batches = [task.batches[0].cut(SEQUENCES, LENGTH)] if task.kind in (NEXT, MASKED) else list(task.batches)
-    task = task.on(batches)
+    task = shorten(task)
     own = task.losses()
-    best: dict[str, tuple[float, Repair, float]] = {}
+    best: tuple[float, Repair] | None = None
     for repair in list_repairs(trial):
         try:
             changed = task.losses(change_calls(repair.change))
         except (ValueError, TypeError, RuntimeError):
             continue  # this model's calls do not have the shapes for it
-        effect = task.compare(own, changed)
-        least = ROTARY_GAIN if repair.kind == ROTARY else GAIN
-        if effect.change < -least * abs(float(own.mean())) and not effect.high >= 0.0:
-            gain = effect.change
-            if repair.kind not in best or gain < best[repair.kind][0]:
-                best[repair.kind] = gain, repair, effect.loss
-    if not best:
+        loss = float(changed.mean())
+        if is_cured(trial, task, own, changed) and (best is None or loss < best[0]):
+            best = loss, repair
+    if best is None:
         return []
-    _, repair, loss = min(best.values(), key=lambda one: one[0])
+    loss, repair = best
     return trial.find(
-        repair.kind, "warning", [],
+        repair.rule, "warning", [],
         f"{repair.meaning} With that undone in every layer, the loss falls from {float(own.mean()):.3g} to {loss:.3g}.",
-        f"loss lower by more than {GAIN:.0%} ({ROTARY_GAIN:.0%} for rotations), 95 % interval below 0",
+        CURED,
         "Compare the attention code with the one that the model was trained with, or use regard.compare(model, "
         "reference, batches).",
     )  # fmt: skip
+
+
+CURED = f"loss lower by more than {GAIN:.0%}, 95 % interval below 0, and below that of the text's frequencies then"
+
+
+def shorten(task: Task) -> Task:
+    """The task on a few sequences, which are run once for each repair."""
+    if task.kind in (NEXT, MASKED):
+        return task.on([task.batches[0].cut(SEQUENCES, LENGTH)])
+    return task
+
+
+def is_cured(trial: Trial, task: Task, own: Tensor, changed: Tensor) -> bool:
+    """True if a change makes the loss sound: surely lower, and then below that of the text's own frequencies."""
+    effect, before = task.compare(own, changed), abs(float(own.mean()))
+    if not effect.change < -GAIN * before or effect.high >= 0.0:
+        return False
+    reading = trial.loss_reading
+    if reading is None or reading.unigram is None:
+        return effect.change < -ALONE * before
+    return effect.loss < reading.unigram
 
 
 def list_repairs(trial: Trial) -> list[Repair]:

@@ -12,13 +12,21 @@ import torch
 from torch import Tensor
 
 from regard.health.capture.call import Call
-from regard.health.findings._finding import Finding
-from regard.health.probing.probe import CapturedCall, Key, StopForward
-from regard.health.probing.trial import NotApplicable, Trial
+from regard.health.checks.finding import Finding
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.probe import CapturedCall, Key, StopForward
+from regard.health.probe.trial import Trial
 from regard.health.tokens.text import exchange_tokens
 
-NAME = "heads and tokens are not mixed by a reshape"
-KIND = "heads mixed with time"
+RULE = Rule(
+    "RG701", "heads mixed with time", "heads and tokens are not mixed by a reshape",
+    "critical", needs="token ids and attention calls",
+    proves="Proves that a head holds numbers of other tokens before or after its attention.",
+    cause="view(B, H, N, d) reads the same numbers in another order, without an error.",
+    fix="Split with view(B, N, H, d).transpose(1, 2) and join with transpose(1, 2).reshape(B, N, H·d).",
+    explains=("RG101", "RG102", "RG201", "RG206", "RG211", "RG24"),
+)  # fmt: skip
+RULES = (RULE,)
 LAYERS = 4  # whose output is tested
 REMEDY = (
     "Split with view(B, N, H, d).transpose(1, 2) and join with transpose(1, 2).reshape(B, N, H·d): view(B, H, N, d) "
@@ -31,17 +39,17 @@ def check(trial: Trial) -> list[Finding]:
     calls = [one for one in trial.captured[1].values() if is_plain_self_attention(trial, one)]
     if over_heads := [one.key for one in trial.captured[1].values() if attends_over_heads(trial, one)]:
         text = "The number of heads follows the length of the text: attention runs over the heads, not over the tokens."
-        return trial.find(KIND, "critical", over_heads, text, "heads = tokens, at two lengths", REMEDY)
+        return trial.find(RULE, "critical", over_heads, text, "heads = tokens, at two lengths", REMEDY)
     if not calls:
         raise NotApplicable("no self-attention call has a row per token")
     mixed = inputs_mixed(trial, calls[0])
     if mixed:
         text = f"One changed token changes {mixed} of the first layer at other positions, not in every head at its own."
-        return trial.find(KIND, "critical", [calls[0].key], text, "any other position changed", REMEDY)
+        return trial.find(RULE, "critical", [calls[0].key], text, "any other position changed", REMEDY)
     step = max(1, len(calls) // LAYERS)
     wrong = [one.key for one in calls[::step] if output_mixed(trial, one)]
     text = "The attention's output at one position reaches the module's output at other positions."
-    return trial.find(KIND, "critical", wrong, text, "any other position changed", REMEDY) if wrong else []
+    return trial.find(RULE, "critical", wrong, text, "any other position changed", REMEDY) if wrong else []
 
 
 def is_plain_self_attention(trial: Trial, one: CapturedCall) -> bool:

@@ -1,36 +1,82 @@
 """Sequences mixed: one sequence of a batch changes the output of another, as attention over the batch axis does."""
 
-from regard.health.findings._finding import Finding
-from regard.health.probing.probe import relative_change
-from regard.health.probing.trial import NotApplicable, Trial
-from regard.health.tokens.text import exchange_tokens
+from collections.abc import Mapping
+from typing import Any
 
-NAME = "the sequences of a batch do not change one another"
-KIND = "sequences mixed"
+import torch
+from torch import Tensor
+
+from regard.health.checks.finding import Finding
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.probe import relative_change
+from regard.health.probe.trial import Trial
+from regard.health.tokens.text import TokenBatch, exchange_tokens
+
+RULE = Rule(
+    "RG201", "sequences mixed", "the sequences of a batch do not change one another",
+    "critical", needs="token ids of two sequences",
+    proves="Proves that one sequence's outputs depend on another sequence.",
+    cause="Attention, a norm or a convolution runs over the batch axis.",
+    fix="Check which axis is the batch: batch_first=True for nn.MultiheadAttention, (B, H, N, d) for "
+    "scaled_dot_product_attention.",
+    explains=("RG212", "RG213"),
+)  # fmt: skip
+RULES = (RULE,)
 
 
 def check(trial: Trial) -> list[Finding]:
     trial.require_repeatable()
-    tokens, output = trial.tokens, trial.captured[0]
-    if tokens.ids.shape[0] < 2 or output.shape[0] != tokens.ids.shape[0]:
+    tokens = trial.tokens
+    batch = tokens.ids.shape[0]
+    if batch < 2:
         raise NotApplicable("the batches hold one sequence each")
-    others = tokens.ids.new_ones(tokens.ids.shape).bool()
-    others[0] = False
-    changed, calls = trial.probe.capture(tokens.with_ids(exchange_tokens(tokens.ids, others)))
-    amount = relative_change(output[0], changed[0])
-    if amount <= trial.tolerance:
-        return []
+    before = outputs_of(trial.probe.run_model(tokens), batch)
+    if not before:
+        raise NotApplicable("no output has a row per sequence")
+    for changed in (slice(1, None), slice(0, batch - 1)):  # a causal order over the batch shows one way alone
+        where = torch.zeros_like(tokens.ids, dtype=torch.bool)
+        where[changed] = True
+        kept = [row for row in range(batch) if not bool(where[row].any())]
+        other = tokens.with_ids(exchange_tokens(tokens.ids, where))
+        after = outputs_of(trial.probe.run_model(other), batch)
+        amounts = {name: relative_change(x[kept], after[name][kept]) for name, x in before.items() if name in after}
+        name = max(amounts, key=lambda one: amounts[one])
+        if amounts[name] > trial.tolerance:
+            return report(trial, kept, other, f" {name!r}" if len(before) > 1 else "", amounts[name])
+    return []
+
+
+def report(trial: Trial, kept: list[int], other: TokenBatch, output: str, amount: float) -> list[Finding]:
+    """[Finding], with the first layer at which another sequence's tokens arrive."""
+    _, calls = trial.probe.capture(other)
     keys = [
         key
         for key, one in trial.captured[1].items()
         if key in calls
         and one.output.shape == calls[key].output.shape
-        and relative_change(one.output[0], calls[key].output[0]) > trial.tolerance
+        and one.output.shape[0] == trial.tokens.ids.shape[0]
+        and relative_change(one.output[kept], calls[key].output[kept]) > trial.tolerance
     ]
     return trial.find(
-        KIND, "critical", keys[:1],
-        f"Other tokens in the second sequence of a batch change the output for the first by {amount:.2g} of its size.",
+        RULE, "critical", keys[:1],
+        f"Other tokens in one sequence of a batch change the output{output} for another by {amount:.2g} of its size.",
         f"relative change of another sequence > {trial.tolerance:g}",
         "Check which axis is the batch: nn.MultiheadAttention and nn.Transformer take (N, B, E) unless "
         "batch_first=True; scaled_dot_product_attention needs (B, H, N, d).",
     )  # fmt: skip
+
+
+def outputs_of(result: Any, batch: int) -> dict[str, Tensor]:
+    """The outputs with a row per sequence, by name; without those that compare sequences [B, B], as CLIP's."""
+    if isinstance(result, Tensor):
+        named: dict[str, Any] = {"output": result}
+    elif isinstance(result, Mapping):
+        named = dict(result)
+    else:
+        named = {str(at): x for at, x in enumerate(result)} if isinstance(result, (tuple, list)) else dict(vars(result))
+    rows = {
+        name: x
+        for name, x in named.items()
+        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[0] == batch
+    }
+    return {name: x for name, x in rows.items() if tuple(x.shape) != (batch, batch)}

@@ -1,30 +1,73 @@
-"""regard compare A.json B.json: what differs between two reports, in the terminal and as one HTML file."""
+"""regard compare A B: what differs between two models, fingerprints or dumps, or between two reports.
+
+Exit status 0 if nothing differs by more than rounding, 1 if something does, 2 for bad input. Two reports: 0, 1 if they
+cannot be read or the page cannot be written.
+"""
 
 import argparse
+import json
 from pathlib import Path
 
-from regard.health.commands.files import check_path, report_failure
+from regard.health.commands import files
+from regard.health.commands.targets import Loaded, add_target_arguments, is_report, load_side
+from regard.health.comparing.result import ModelComparison
+from regard.health.comparing.sides import compare_sides
 from regard.health.report.comparison import compare
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", type=Path, metavar="A.json")
-    parser.add_argument("b", type=Path, metavar="B.json")
-    parser.add_argument("--heads", type=int, default=5, help="how many of the most changed heads to list (5)")
-    parser.add_argument("--out", type=Path, metavar="PATH", help="also write both side by side to an .html file")
+    what = "a model (folder, hub name, hf-tiny:NAME, module:function), a .regard file, a folder of tensors, a report"
+    parser.add_argument("a", metavar="A", help=what)
+    parser.add_argument("b", metavar="B", help="the same; the other model is run on a fingerprint's tokens")
+    parser.add_argument("--tolerance", type=float, help="relative difference that counts (None: beyond rounding)")
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    parser.add_argument("--heads", type=int, default=5, help="of reports: how many changed heads to list (5)")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="of reports: also write both to an .html file")
+    add_target_arguments(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     if options.out is not None:
-        check_path(options, options.out, ".html")
+        files.check_path(options, options.out, ".html")
     if options.heads < 0:
         options.fail(f"--heads must be at least 0, got {options.heads}")
+    if options.tolerance is not None and not 0.0 <= options.tolerance < float("inf"):
+        options.fail(f"--tolerance must be a number from 0 on, got {options.tolerance}")
+    if is_report(options.a) and is_report(options.b):
+        return _compare_reports(options)
+    if options.out is not None:
+        options.fail("--out is for two reports; --json prints this comparison")
+    files.check_device(options)
     try:
-        comparison = compare(options.a, options.b)
+        found = _compare(options)
+    except Exception as error:  # whatever a model, its folder or its function raises: one line
+        files.print_error("compare", files.describe_failure(error, "it failed"))
+        return 2
+    if options.json:
+        print(json.dumps(found.to_json(), indent=1, allow_nan=False))
+    else:
+        found.show()
+    return 0 if found.same else 1
+
+
+def _compare(options: argparse.Namespace) -> ModelComparison:
+    for one, other in ((options.a, options.b), (options.b, options.a)):
+        if is_report(one):
+            raise ValueError(f"{one!r} is a report and {other!r} is none; compare two of a kind")
+    sides = [load_side(target, options) for target in (options.a, options.b)]
+    given = next((side.batches for side in sides if isinstance(side, Loaded)), None)
+    both = all(isinstance(side, Loaded) for side in sides)
+    models = [side.model if isinstance(side, Loaded) else side for side in sides]
+    return compare_sides(models[0], models[1], given if both else None, options.tolerance)
+
+
+def _compare_reports(options: argparse.Namespace) -> int:
+    try:
+        comparison = compare(Path(options.a), Path(options.b), tolerance=options.tolerance)
         if options.out is not None:
             comparison.save(options.out, options.heads)
     except (ValueError, OSError) as error:
-        return report_failure("compare", error, options.out)
+        return files.report_failure("compare", error, options.out)
     comparison.show(heads=options.heads)
     if options.out is not None:
         print(f"\n{options.out}")

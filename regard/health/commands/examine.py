@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from regard.health.commands import files
+from regard.health.contract.verdict import FAIL_ON, count_from
 from regard.health.examine import examine
 from regard.health.models.loading import load
 from regard.health.report.report import Report
@@ -43,6 +44,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-checks", action="store_true", help="measure only; no leak, loss, padding or ablation check"
     )
+    parser.add_argument(
+        "--fail-on", choices=FAIL_ON, default="never", help="exit with 1 from this severity of finding on (never)"
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="print all: every finding, statistic and reason")
     parser.add_argument("--no-ablation", action="store_true", help="do not measure the loss without each head")
     parser.add_argument(
         "--allow-missing",
@@ -89,15 +94,16 @@ def main(options: argparse.Namespace) -> int:
     report = replace(report, how={**report.how, **subject.notes})
     wanted = [path for path in (options.out, options.json, options.png) if path is not None]
     written, failed = files.save_report(report, wanted)  # before printing, which a closed pipe may end
-    report.show()
+    page = next((str(path) for path in written if path.suffix.lower() != ".json"), "")
+    report.show(full=options.verbose, page=page)
     for path in written:
         print(path)
     if "random_weights" in subject.notes:
         files.print_error("examine", subject.notes["random_weights"])
-    return _status(report, failed)
+    return _status(report, failed, options.fail_on)
 
 
-def _status(report: Report, errors: list[str]) -> int:
+def _status(report: Report, errors: list[str], fail_on: str) -> int:
     """The exit status; prints in one line why it is not 0."""
     if report.interrupted:
         errors = [f"not finished: {report.interrupted}; the report has what was measured", *errors]
@@ -106,4 +112,4 @@ def _status(report: Report, errors: list[str]) -> int:
     if errors:
         files.print_error("examine", *errors)
     stopped = report.interrupted is not None and report.interrupted.startswith("KeyboardInterrupt")
-    return 130 if stopped else 1 if errors else 0
+    return 130 if stopped else 1 if errors or count_from(report.findings, fail_on) else 0

@@ -1,4 +1,4 @@
-"""regard timeline RUN.jsonl: what a monitor saw during training, as one HTML file."""
+"""regard timeline RUN.jsonl …: what monitors saw during trainings, as one HTML file."""
 
 import argparse
 from pathlib import Path
@@ -9,19 +9,26 @@ from regard.health.watching.timeline import read_log, render
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", type=Path, metavar="RUN.jsonl", help="what regard.Monitor(model, log='RUN.jsonl') wrote")
+    text = "what regard.Monitor(model, log='RUN.jsonl') wrote; several are drawn over each other"
+    parser.add_argument("logs", type=Path, nargs="+", metavar="RUN.jsonl", help=text)
     parser.add_argument("--out", type=Path, metavar="PATH", help="the page (RUN.html)")
 
 
 def main(options: argparse.Namespace) -> int:
-    out = options.log.with_suffix(".html") if options.out is None else options.out
+    out = options.logs[0].with_suffix(".html") if options.out is None else options.out
     check_path(options, out, ".html")
     try:
-        log = read_log(options.log)
-        files.write(out, render(log, options.log.stem))
+        names = [path.stem for path in options.logs]
+        names = names if len(set(names)) == len(names) else [str(path) for path in options.logs]
+        logs = dict(zip(names, map(read_log, options.logs), strict=True))
+        files.write(out, render(logs, " · ".join(names)))
     except (ValueError, OSError) as error:
         return report_failure("timeline", error, out)
-    for alarm in log.alarms:
-        print(f"step {alarm['step']}, {alarm['severity']}: {alarm['text']}")
-    print(f"{len(log.samples)} samples, {len(log.alarms)} alarms: {out}")
+    for name, log in logs.items():
+        before = f"{name}: " if len(logs) > 1 else ""
+        incidents = log.incidents()
+        for one in incidents:
+            until = "" if one["until"] is None else f", resolved at step {one['until']}"
+            print(f"{before}step {one['step']}{until}, {one['severity']}: {one['alarm']}: {one['text']}")
+        print(f"{before}{len(log.samples)} samples, {len(incidents)} incidents: {out}")
     return 0

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from regard import statistics
 from regard._backends.gpu.launcher import launch, on_device_of, tensor_key
-from regard.health.measurement.direct_call import stack_statistics
 from regard.health.readings.histogram import BINS, KNEE, LAYOUT, NAMES, SHARE_SLOPE
 from regard.health.readings.layer_reading import (
     COMPARED,
@@ -49,7 +48,7 @@ KNEE_RATIO, KNEE_NATS = tl.constexpr(KNEE["ratio"]), tl.constexpr(KNEE["nats"])
 
 def update(reading: LayerReading, stats: Mapping[str, Tensor], rows: Tensor | None, start: int) -> None:
     """Adds statistics [B, H, M] to a reading on the GPU: see `LayerReading.update`."""
-    update_layers(reading.flat[None], reading.histogram[None], stack_statistics(stats), rows, start)
+    update_layers(reading.flat[None], reading.histogram[None], statistics.stack(stats), rows, start)
 
 
 def update_layers(flat: Tensor, histogram: Tensor, packed: Tensor, rows: Tensor | None, start: int) -> None:

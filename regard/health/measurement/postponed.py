@@ -15,16 +15,24 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.measurement import norms
-from regard.health.measurement.direct_call import is_plain, stack_statistics
 from regard.health.measurement.recorder import BatchReading
 from regard.health.readings.layer_reading import LayerReading, empty_sums, parts_of
 from regard.scores import resolve_scale
-from regard.statistics import NAMES
+from regard.statistics import NAMES, stack
 
 MOST_BYTES = 2**28  # of copies; beyond, calls are measured while the forward still runs
 
 Key = tuple[str, int]  # of a layer: name, use
 Measure = Callable[[Call], tuple[Tensor, Mapping[str, Tensor]]]  # call -> output, statistics
+
+
+def is_plain(call: Call) -> bool:
+    """True for softmax of equal batches without a mask, the scale a number or None; causal order and dropout aside."""
+    if call.mask is not None or not call.q.shape[0] == call.k.shape[0] == call.v.shape[0]:
+        return False
+    others = (value for name, value in call.options.items() if name not in ("scale", "normalizer"))
+    has_number = isinstance(call.options.get("scale"), (int, float, type(None)))
+    return has_number and call.options.get("normalizer") in (None, "softmax") and all(x is None for x in others)
 
 
 def can_wait(call: Call, name: str) -> bool:
@@ -101,7 +109,7 @@ def _add_on_gpu(
     from regard.health.measurement import gpu_norms, gpu_reading
 
     layers, heads = len(flat), call.q.shape[1]
-    gpu_reading.update_layers(flat, histogram, stack_statistics(stats), None, 0)
+    gpu_reading.update_layers(flat, histogram, stack(stats), None, 0)
     parts, scale = parts_of(heads), float(resolve_scale(call.options.get("scale"), call.q.shape[-1]))
     gpu_norms.add_predicted_variance(
         flat, parts["predicted"][0], parts["calls"][0], call.q, call.k, None, norms.strides_of(call), False, scale

@@ -15,9 +15,9 @@ from torch import Tensor
 import regard
 from regard.health.capture.call import MAX_USES, Call, UseCounter, forget_derived, in_torch_layout
 from regard.health.capture.interception import forward_token, running_frame, uncaptured
-from regard.health.findings.eval_dropout import DROPS
+from regard.health.checks.eval_dropout import DROPS
 from regard.health.measurement import norms, query_rows
-from regard.health.measurement.direct_call import attention_directly
+from regard.health.measurement.designed_scale import is_designed
 from regard.health.measurement.gates import gate_sums, gates_of_heads
 from regard.health.measurement.side_stream import HostCopies, SideStream, record_event
 from regard.health.readings.layer_reading import LayerReading
@@ -96,7 +96,7 @@ class Layer:
     dtype: torch.dtype | None = None
     head_dim: int = 0
     value_dim: int = 0
-    scale: float = math.nan  # over 1/√d; NaN where it is learned
+    scale: float = math.nan  # over 1/√d; NaN where it is learned, or meant by the class: see `is_designed`
     error: float = 0.0  # largest relative difference seen
     sampled: bool = False
     anomalies: set[str] = field(default_factory=set)  # of its masks, see `MaskSummary`; and dropout in evaluation
@@ -350,12 +350,12 @@ class Recorder:
         layer.head_dim, layer.value_dim = call.q.shape[-1], call.v.shape[-1]
         layer.most_keys = call.k.shape[2] * (call.q.shape[2] > 1)
         scale = resolve_scale(call.options.get("scale"), layer.head_dim)
-        layer.scale = math.nan if isinstance(scale, Tensor) else float(scale) * layer.head_dim**0.5
-        return norms.tolerance(layer.dtype, call.q.device)
+        layer.scale = math.nan
+        if not isinstance(scale, Tensor) and not is_designed(call.module, float(scale)):
+            layer.scale = float(scale) * layer.head_dim**0.5
+        return norms.tolerance(call.rounded or layer.dtype, call.q.device)
 
     def _measure(self, call: Call) -> tuple[Tensor, Mapping[str, Tensor]]:
-        if self.backend is None and call.q.is_cuda and (direct := attention_directly(call)) is not None:
-            return direct
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))
         return regard.attention(q, k, v, **call.arguments, return_stats=True, backend=self.backend)
 

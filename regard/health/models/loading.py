@@ -35,6 +35,7 @@ class Subject:
     notes: dict[str, str] = field(default_factory=dict)
     tokenizer: Any = None  # None if a function made the batches
     predictor: nn.Module | None = None  # the language model that `model` is the base of, if its files have one
+    trained: bool = True  # False if the weights are random
 
 
 def is_function(spec: str) -> bool:
@@ -150,6 +151,8 @@ def _from_function(spec: str, device: str, limit: int) -> Subject:
         got = f"({', '.join(names)})" if names else type(result).__name__
         raise LoadError(f"{spec!r}: the function must return (model, batches), a torch.nn.Module first, got {got}")
     model, batches = result
+    if any(p.is_meta for p in model.parameters()):
+        raise LoadError(f"{spec!r}: its weights are on the meta device, which have no values; load them first")
     if isinstance(batches, (Tensor, Mapping)) or callable(batches):
         batches = [batches]
     if not isinstance(batches, Iterable):

@@ -9,6 +9,7 @@ from torch import nn
 from regard.health.qk_clip.clipping import Clip, Clipped, check_arguments, clip_observed
 from regard.health.qk_clip.max_logits import observe, stop
 from regard.health.qk_clip.training import QKClip
+from regard.health.watching.groups import Groups
 
 __all__ = ["Clip", "Clipped", "QKClip", "qk_clip", "stop"]
 
@@ -24,6 +25,7 @@ def qk_clip(
     ...     _ = model.q_proj.weight[:4].mul_(1e4)  # head 0 explodes
     >>> x = torch.randn(2, 6, 8)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    >>> _ = regard.qk_clip(model)  # starts to observe
     >>> model(x).square().mean().backward()
     >>> optimizer.step()
     >>> [(clip.layer, clip.head) for clip in regard.qk_clip(model, threshold=100.0).heads]
@@ -33,15 +35,15 @@ def qk_clip(
     '100.0'
 
     Call it after every `optimizer.step()`. The logits are those of the training forwards since the last call,
-    scale·q·k over the visible keys, before soft cap, bias and temperature. The first call starts to observe; for
-    `regard.nn` it already knows the last forward, in other models, and where forwards are checkpointed, it clips from
-    the next step on. It costs one fused pass over q and k per forward and does not wait for the GPU.
+    scale·q·k over the visible keys, before soft cap, bias and temperature. The first call starts to observe
+    and clips nothing. It costs one fused pass over q and k per forward and does not wait for the GPU.
     `regard.qk_clip.stop(model)` ends it.
 
-    It observes the forward of `model` itself. What `torch.compile` returned may be given too: its training forwards
-    then run uncompiled, and layers have the names of the model as written. If the model given was compiled and the
-    compiled one runs, or only a part of it is called, the last forward of each `regard.nn` module counts; other
-    attentions cannot be seen then, and a call after a step in which none was seen raises.
+    It observes the forward of `model` itself. What `torch.compile` returned may be given too, or a model of which it
+    compiled a part: there an op in the graph writes the largest logit, without a graph break, of attention that calls
+    torch's scaled_dot_product_attention or `regard.nn`; a model whose attention is written out runs as written, and a
+    warning says so. Call `qk_clip` before the first compiled forward. A call after a step in which no attention was
+    seen raises.
 
     If several query heads share a key head, or one more key is learned (torch's add_bias_kv), the key weights stay and
     the query takes the whole factor τ/m. In multi-head latent attention (DeepSeek V2 and V3, Kimi K2) q and k without
@@ -71,7 +73,14 @@ def qk_clip(
             model is `nn.DataParallel` over several devices.
     """
     check_arguments(model, threshold)
-    return clip_observed(model, observe(model), threshold, group=group, names=names)
+    observer = observe(model)
+    observer.read_modules()
+    observer.read_taps(model)
+    complaint = observer.complain(model)
+    result = clip_observed(model, observer, threshold, Groups((group,)), names=names)
+    if complaint is not None and not result._found:
+        raise ValueError(f"qk_clip: {complaint}")
+    return result
 
 
 qk_clip.stop = stop  # type: ignore[attr-defined]

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from regard._core.dtensor import is_dtensor
 from regard.health.capture.interception import as_written, check_model
 from regard.health.qk_clip.max_logits import MaxLogits, weights_version
+from regard.health.watching.groups import TENSOR, Groups
+from regard.health.watching.sample import series_names
 from regard.nn.projections import NotFound, Projection, bounded_scores_reason, projections
 
 Holders = dict[int, list[tuple[int, int]]]
 Masters = Callable[[Tensor], Tensor | None]  # parameter -> its float32 copy in the optimizer, None if it has none
+
+
+class Frozen(NotFound):
+    """The weights stay as they are because requires_grad is False."""
 
 
 class Clip(NamedTuple):
@@ -38,6 +45,7 @@ class Clipped:
     def __init__(self, applied: bool = True) -> None:
         self.applied = applied
         self.skipped: dict[str, str] = {}
+        self.unclipped: set[str] = set()  # layers of `skipped` that should be clipped where their logits pass τ
         self.knows_a_layer = False  # its linear layers of queries and keys were found, or its scores are bounded
         self._found: dict[str, tuple[Tensor, Tensor | None]] = {}  # layer -> largest logits, factors
 
@@ -56,9 +64,11 @@ class Clipped:
 
     def scalars(self) -> dict[str, float]:
         """Returns the largest logit over the model and per layer, and the number of clipped heads, by series name."""
-        tops = [max(heads, default=-math.inf) for heads in self.max_logit.values()]
-        found = {f"attention/layer_{at:02}/max_logit": top for at, top in enumerate(tops)}
-        return found | {"attention/max_logit": max(tops, default=math.nan), "attention/clipped_heads": len(self.heads)}
+        tops = {name: max(heads, default=-math.inf) for name, heads in self.max_logit.items()}
+        names = series_names(list(tops))
+        found = {f"attention/{names[name]}/max_logit": top for name, top in tops.items()}
+        top = max(tops.values(), default=math.nan)
+        return found | {"attention/max_logit": top, "attention/clipped_heads": len(self.heads)}
 
     def __repr__(self) -> str:
         if not self._found and not self.skipped:
@@ -75,31 +85,35 @@ def check_arguments(model: Any, threshold: Any) -> None:
 
 
 def clip_observed(
-    model: nn.Module, observer: MaxLogits, threshold: float, *, group: Any = None, names: tuple[str, str] | None = None,
-    masters: Masters | None = None, log_only: bool = False,
+    model: nn.Module, observer: MaxLogits, threshold: float, groups: Groups, *, names: tuple[str, str] | None = None,
+    masters: Masters | None = None, log_only: bool = False, growth: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Clipped:  # fmt: skip
     """Shrinks the weights of every head whose largest logit since the last call passed the threshold.
 
     masters: finds the float32 copy that an optimizer keeps of a parameter, to be shrunk with it.
+    growth: layer, largest logits → what the logits are expected to be after the step.
     """
-    observer.read_modules()
     modules, holders = dict(as_written(model).named_modules()), holders_of(model)
     result = Clipped(applied=not log_only)
-    for name, largest in observer.take(model, group).items():
-        if name not in modules:  # it was removed from the model
-            continue
-        factors = None
+    seen = observer.take(model, groups.same)
+    for name in [name for name in modules if name in seen]:  # one that was removed from the model is left out
+        largest, factors = seen[name], None
+        expected = largest if growth is None else growth(name, largest)
         try:
-            query, key = projections(modules[name], *observer.shapes[name], names)
+            owner, query, key, tensor_group = find_projections(modules, name, observer.shapes[name], names, groups)
             result.knows_a_layer = True
-            tensors = tensors_to_shrink(select_projections(query, key), holders, modules[name], masters)
+            tensors = tensors_to_shrink(select_projections(query, key), holders, owner, masters)
         except NotFound as reason:
             result.skipped[name] = str(reason)
-            result.knows_a_layer |= bounded_scores_reason(modules[name]) is not None
+            is_bounded = bounded_scores_reason(modules[name]) is not None
+            result.knows_a_layer |= is_bounded
+            if not (is_bounded or isinstance(reason, Frozen)):
+                result.unclipped.add(name)
         else:
-            factors = torch.where(largest.isfinite() & (largest > threshold), threshold / largest, 1.0)
+            factors = torch.where(expected.isfinite() & (expected > threshold), threshold / expected, 1.0)
+            whole = factors if tensor_group is None else _join_heads(factors, tensor_group)
             for tensor in () if log_only else tensors:
-                tensor.shrink(factors)
+                tensor.shrink(whole)
         result._found[name] = largest, factors
     result.skipped |= observer.unseen
     observer.unseen.clear()
@@ -108,6 +122,53 @@ def clip_observed(
             result.skipped[name], result.knows_a_layer = why, True
     observer.version, observer.is_clipped = weights_version(model), not log_only
     return result
+
+
+def find_projections(
+    modules: dict[str, nn.Module], name: str, shape: tuple[int, int], names: tuple[str, str] | None, groups: Groups
+) -> tuple[nn.Module, Projection, Projection, Any]:
+    """Returns the module that holds the query and key layers, both, and the group over which its heads are sharded.
+
+    The module that computes scores may hold none (torchtitan's, Megatron's core attention); the one around it does.
+    """
+    heads, width = shape
+    path = name
+    while True:
+        try:
+            return modules[path], *projections(modules[path], heads, width, names), None
+        except NotFound as reason:
+            for ranks, group in _shards_of(modules[path], groups):
+                try:  # the weights are those of all ranks, the heads seen those of this one
+                    return modules[path], *projections(modules[path], ranks * heads, width, names), group
+                except NotFound:
+                    continue
+            if not path or "no linear layers" not in str(reason):
+                raise
+            first = reason
+        path = path.rpartition(".")[0]
+        if path not in modules or isinstance(modules[path], (nn.ModuleList, nn.Sequential)):
+            raise first
+
+
+def _shards_of(module: nn.Module, groups: Groups) -> Iterator[tuple[int, Any]]:
+    """Yields (ranks, group) of the mesh dimensions over which heads may be sharded, the likeliest first."""
+    meshes: list[Any] = [getattr(x, "device_mesh", None) for x in module.parameters() if is_dtensor(x)]
+    if not meshes:
+        return
+    mesh = max(meshes, key=lambda one: one.ndim)
+    if groups.tensor is not None:
+        yield torch.distributed.get_world_size(groups.tensor), groups.tensor
+    order = sorted(range(mesh.ndim), key=lambda at: (mesh.mesh_dim_names or ("",) * mesh.ndim)[at] in TENSOR)
+    for at in reversed(order):
+        yield mesh.size(at), mesh.get_group(at)
+
+
+def _join_heads(factors: Tensor, group: Any) -> Tensor:
+    """Returns the factors of all heads, in the order of the ranks that hold them."""
+    world = torch.distributed.get_world_size(group)
+    joined = factors.new_empty(world * len(factors))
+    torch.distributed.all_gather_into_tensor(joined, factors.contiguous(), group=group)
+    return joined
 
 
 def select_projections(query: Projection, key: Projection) -> list[Projection]:
@@ -125,7 +186,7 @@ def select_projections(query: Projection, key: Projection) -> list[Projection]:
     key_is_shared = query.heads != key.heads or not key.makes_all
     if query_is_frozen and (key_is_frozen or key_is_shared or query.fixed):
         which = "query and key weights are" if key_is_frozen else "query weights are"
-        raise NotFound(f"its {which} frozen (requires_grad is False): they stay as they are")
+        raise Frozen(f"its {which} frozen (requires_grad is False): they stay as they are")
     if query_is_frozen:
         return [key]
     if key_is_frozen or key_is_shared:

@@ -1,14 +1,16 @@
 """Records the largest logits of a model's training forwards as they run, and reduces them over ranks.
 
-Ranks may run other layers (layer drop), in another order.
+Ranks may run other layers (layer drop), in another order. What torch.compile made is read by taps inside its graphs
+(`watching/taps.py`); attention there that calls none of torch's functions runs as written instead, and that is said.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +19,10 @@ from torch import Tensor, nn
 
 from regard._core.attention import attention
 from regard.health.capture.call import UNDER_VMAP, Call
-from regard.health.capture.interception import as_written
+from regard.health.capture.interception import as_written, find_caller
 from regard.health.measurement.side_stream import HostCopies
 from regard.health.watching.hooks import ForwardInterceptions
+from regard.health.watching.taps import Taps, has_compiled_parts
 from regard.nn import MultiheadAttention
 from regard.nn.projections import bounded_scores_reason
 
@@ -34,13 +37,17 @@ class MaxLogits:
         self.shapes: Shapes = {}
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be read
         self.forwards = 0
-        self._ranks = RankReduction()
+        self._ranks: dict[Any, RankReduction] = {}  # by group
+        self._taps: Taps | None = Taps(model, whole=True)
+        self._tapped = False  # did the last step run compiled?
+        self._compiled_forwards = 0  # seen by taps alone, at most one for each `take`
         self.is_clipped = False  # did the last `qk_clip` clip, rather than only log?
         self.version: int | None = None  # of the weights, at the end of the last `qk_clip`
         self._interceptions = ForwardInterceptions()
         named = as_written(model).named_modules()
         own = {name: module for name, module in named if isinstance(module, MultiheadAttention)}
         self.regard_modules = weakref.WeakValueDictionary(own)
+        self._ask_modules(True)
         self._hooks = [
             model.register_forward_pre_hook(self._begin_forward, prepend=True),
             model.register_forward_hook(self._end_forward, always_call=True),
@@ -51,11 +58,15 @@ class MaxLogits:
         return {"_hooks": []}
 
     def close(self) -> None:
+        if self._taps is not None:
+            self._taps.close()
         self._interceptions.close(succeeded=False)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._ask_modules(False)
+        for module in self.regard_modules.values():
+            module._last.clear()
 
     def _ask_modules(self, asked: bool) -> None:
         for module in self.regard_modules.values():
@@ -84,39 +95,59 @@ class MaxLogits:
         self._add(name, q, k, scale=scale, **options)
         return True
 
-    def _complaint(self, model: nn.Module) -> str | None:
+    def complain(self, model: nn.Module, has_stepped: bool | None = None) -> str | None:
         """Returns what is wrong if steps or forwards were made and no attention was seen in them."""
-        stepped = self.version is not None and self.version != weights_version(model)
-        if self.largest or self.unseen or not (self.forwards or stepped):
+        if has_stepped is None:
+            has_stepped = self.version is not None and self.version != weights_version(model)
+        if self.largest or self.unseen or not (self.forwards or has_stepped):
             return None
         modules = list(self.regard_modules.values())
         if modules and all(map(bounded_scores_reason, modules)):
             return None  # `skipped` says so
         seen = "training forwards of it, and no attention call in them"
-        return f"since the last call for this model, it saw {seen if self.forwards else 'no training forward of it'}"
+        return (
+            f"since the last call for this model, it saw {seen if self.forwards else 'no training forward of it'}. "
+            "It captures regard.nn, torch's nn.MultiheadAttention and scaled_dot_product_attention, and attention "
+            "layers of transformers, in forwards of the module that it is given. Make it before the first compiled "
+            "forward; other attention that is compiled in place, or called in parts, cannot be seen"
+        )
 
-    def take(self, model: nn.Module, group: Any) -> dict[str, Tensor]:
-        """Returns layer → largest logits [H], the same on every rank, and forgets them; no wait for a GPU.
+    def read_taps(self, model: nn.Module) -> None:
+        """Adds what compiled graphs have written; where they wrote nothing, the next forwards run as written."""
+        if self._taps is None:
+            return
+        self._taps.place()
+        noted = self._taps.read()
+        if self.forwards and not self._compiled_forwards:  # what ran as written was measured in full
+            return
+        for name, largest in noted.items():
+            if bool(largest.max() > -math.inf) if largest.device.type == "cpu" else True:
+                self.shapes.setdefault(name, self._taps.shapes[name])
+                self._add_largest(name, largest)
+                self._tapped = True
+        if not self.largest and self._compiled_forwards and not self._tapped:
+            self._taps.close()
+            self._taps = None
+            if not self.regard_modules:
+                warnings.warn(
+                    f"{type(as_written(model)).__name__} was compiled, and its attention calls none of torch's "
+                    "functions there, so its training forwards run as written from now on, which is slower",
+                    stacklevel=find_caller()[1] + 1,
+                )
+        self._compiled_forwards = 0
+
+    def take(self, model: nn.Module, groups: Sequence[Any]) -> dict[str, Tensor]:
+        """Returns layer → largest logits [H], the same on every rank of `groups`, and forgets them; no wait for a GPU.
 
         Attention that one rank alone misses (layer drop) is not missed.
         """
-        is_distributed = dist.is_available() and dist.is_initialized()
-        complaint = self._complaint(model)
         found, self.largest, self.forwards = self.largest, {}, 0
-        reduced, late = found, set[str]()
-        if is_distributed:
-            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-            reduced, late = self._ranks.reduce(found, self.shapes, group, device)
-        if complaint is not None and not reduced:
-            raise ValueError(
-                f"qk_clip: {complaint}. It captures regard.nn, torch's nn.MultiheadAttention and "
-                "scaled_dot_product_attention, and attention layers of transformers, in forwards of the module that it "
-                "is given. If torch.compile returned the module that runs, pass that; a module compiled in place, or "
-                "called in parts, works with regard.nn alone"
-            )
-        for name in late:
-            self._add_largest(name, found[name])
-        return reduced
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        for group in groups if dist.is_available() and dist.is_initialized() else ():
+            found, late = self._ranks.setdefault(group, RankReduction()).reduce(found, self.shapes, group, device)
+            for name, largest in late.items():
+                self._add_largest(name, largest)
+        return found
 
     def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
         output = run_original()
@@ -153,10 +184,13 @@ class MaxLogits:
         self._interceptions.close(succeeded=False)
         if module.training and torch.is_grad_enabled():
             self.forwards += 1
-            self._interceptions.open(module, self)
+            if self._taps is not None and has_compiled_parts(module):
+                self._compiled_forwards += 1
+            else:
+                self._interceptions.open(module, self)
 
     def _end_forward(self, module: nn.Module, inputs: tuple, output: Any) -> None:
-        if self._hooks and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self._hooks:
             self._interceptions.close(succeeded=output is not None)
 
 
@@ -174,7 +208,7 @@ class RankReduction:
 
     def reduce(
         self, found: Mapping[str, Tensor], shapes: Shapes, group: Any, device: torch.device
-    ) -> tuple[dict[str, Tensor], set[str]]:
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns layer → [H], the same on every rank, and the layers of `found` that wait for the next call.
 
         `found`: the logits of this rank; `shapes`: of all layers it has ever seen, to which others' are added.
@@ -183,8 +217,8 @@ class RankReduction:
         if self._met_new_layer or not self.agreed:
             self._exchange_layers(shapes, group)
         if not self.agreed:
-            return {}, set()
-        late = {name for name in found if self.agreed.get(name) != shapes[name]}
+            return {}, {}
+        late = {name: x for name, x in found.items() if self.agreed.get(name) != shapes[name]}
         device = next((largest.device for largest in found.values()), device)
         parts = [torch.full((1,), float(bool(late)), device=device)]  # no copy from the host to wait for
         for name, (heads, _) in self.agreed.items():

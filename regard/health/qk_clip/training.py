@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import warnings
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from regard.health.capture.interception import find_caller
+from regard.health.measurement.side_stream import HostCopies
 from regard.health.qk_clip.clipping import Clipped, Masters, check_arguments, clip_observed
 from regard.health.qk_clip.max_logits import observe, stop
+from regard.health.watching.groups import find_groups
 from regard.health.watching.writers import make_writer
 from regard.nn.projections import NotFound
 from regard.parallel.torchrun import is_first_rank
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+MOST_FAILED = 10  # consecutive steps that clipped nothing where they should have, before an error
+MEMORY = 0.9  # margin="auto": the share of the expected growth that a step without growth leaves
 
 
 class QKClip:
@@ -35,8 +43,14 @@ class QKClip:
 
     MuonClip's order: forward, backward, optimizer step (weight decay and all), then the clip, by the logits of the
     forwards of that step. They are measured while the model runs, in one fused pass over q and k per attention call;
-    no forward is added. `regard.qk_clip` says which weights take which part of the factor. It warns once if the model
-    has no query and key layers that it finds.
+    no forward is added. `regard.qk_clip` says which weights take which part of the factor. Inside torch.compile the
+    same pass is an op of the graph: make QKClip before the first compiled forward.
+
+    The logits are those from before the optimizer's step, which may raise them: between steps they pass τ by what one
+    step adds, 9 to 18 % at a learning rate of 3e-3 in a small model. `margin` clips by what they will be after it.
+
+    A step that saw no logits, or could not clip a layer whose logits passed τ, warns with the reason; ten such steps in
+    a row raise an error unless `strict` is False.
 
     Args:
         model: the model in training; what `qk_clip` takes.
@@ -44,15 +58,28 @@ class QKClip:
         log_only: True to measure and report, and leave the weights alone.
         log: where `attention/max_logit`, the same per layer, and `attention/clipped_heads` go after each step: all that
             `regard.Monitor(log=…)` takes. None saves the wait for the GPU that reading them costs.
-        group: the process group whose ranks hold the same weights (data-parallel ranks); None is all ranks.
+        group: the process group whose ranks hold the same heads of the same layers (data-parallel ranks), or a
+            DeviceMesh with named dimensions, of which "tp" and "pp" are read as the next two. None reads it from
+            DTensors or DistributedDataParallel, or takes all ranks if their weights are equal.
+        tensor_group: the ranks that hold other heads of the same layers (tensor parallel).
+        pipeline_group: the ranks that hold other layers.
         names: the attributes of an attention module that hold its query and key layers, where their names are unusual.
         masters: a function from a parameter to the float32 copy that the optimizer keeps of it, or None where it keeps
             none. Copies in the state of a hooked optimizer (a key with "master" in it) and in `parameter.main_param`
             (Megatron) are found without it. Sharded parameters (FSDP2) are clipped as they are.
+        strict: False to go on after ten steps that clipped nothing where they should have.
+        margin: by which share a step is expected to raise the largest logits: heads are clipped from τ/(1 + margin) on,
+            to that. "auto" measures it for each head from step to step.
+
+    Attributes:
+        steps: how many steps it has ended.
+        last: what the last step did, a `Clipped`.
 
     Raises:
         TypeError: `model` is not an nn.Module.
-        ValueError: `threshold` is not a positive, finite number, or the model is `nn.DataParallel`.
+        ValueError: `threshold` is not a positive, finite number, `margin` not a number ≥ 0 or "auto", the model is
+            `nn.DataParallel`, or the ranks' weights differ and no group is given.
+        RuntimeError: Ranks without one of these, after a minute; or ten steps in a row that clipped nothing.
     """
 
     def __init__(
@@ -63,47 +90,148 @@ class QKClip:
         *,
         log: Any = None,
         group: Any = None,
+        tensor_group: Any = None,
+        pipeline_group: Any = None,
         names: tuple[str, str] | None = None,
         masters: Masters | None = None,
+        strict: bool = True,
+        margin: float | str = 0.0,
     ) -> None:
         check_arguments(model, threshold)
+        is_number = isinstance(margin, numbers.Real) and not isinstance(margin, bool)
+        if margin != "auto" and not (is_number and 0 <= margin < math.inf):  # type: ignore[operator]
+            raise ValueError(f'margin must be a number ≥ 0, or "auto", got {margin!r}')
         self.model, self.threshold, self.log_only = model, float(threshold), log_only
-        self.group, self.names, self.masters = group, names, masters
+        self.names, self.masters, self.strict, self.margin = names, masters, strict, margin
+        self.groups = find_groups(model, group, tensor_group, pipeline_group, "QKClip")
         self.steps = 0
         self.last: Clipped | None = None  # of the last step
+        self.failed = 0  # consecutive steps that clipped nothing where they should have
         self._writer = None if log is None else make_writer(log)
-        self._has_warned = False
+        self._warned: set[str] = set()
         self._optimizers: list[weakref.ref] = []
         self._handles: list = []
+        self._grown: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> expected logits, expected growth
+        self._before: dict[str, tuple[Tensor, Tensor | None]] = {}  # what the step before found
+        self._copies = HostCopies()
         observe(model).start()
 
     def step(self) -> Clipped:
         """Clips by the logits of the forwards since the last call; call it after `optimizer.step()`."""
+        self._copies.finish()  # what the step before has left on a GPU
+        observer = observe(self.model)
+        observer.read_modules()
+        observer.read_taps(self.model)
+        complaint = observer.complain(self.model, has_stepped=True)
         masters = self._find_master if self.masters is not None or self._optimizers else _main_param
         self.last = clip_observed(
-            self.model, observe(self.model), self.threshold, group=self.group, names=self.names, masters=masters,
-            log_only=self.log_only,
+            self.model, observer, self.threshold, self.groups, names=self.names, masters=masters,
+            log_only=self.log_only, growth=self._expect if self.margin else None,
         )  # fmt: skip
         self.steps += 1
-        if self.last.skipped and not (self.last.knows_a_layer or self.log_only or self._has_warned) and is_first_rank():
-            self._has_warned = True
-            (layer, reason), *others = self.last.skipped.items()
-            warnings.warn(
-                f"QKClip can clip no attention layer of {type(self.model).__name__}. It looks for linear layers that "
-                f"make the queries and keys: {layer or 'the model itself'}: {reason}"
-                f"{f' (and {len(others)} more)' if others else ''}; pass names=, or see `.last.skipped`",
-                stacklevel=2,
-            )
+        self._judge(complaint)
         if self._writer is not None and is_first_rank():
             self._writer.write(self.steps, self.last.scalars(), [])
         return self.last
 
-    def hook(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Makes each `optimizer.step()` end with `self.step()`; returns the handle, whose `remove()` undoes it."""
-        if not callable(getattr(optimizer, "register_step_post_hook", None)):
+    def _judge(self, complaint: str | None) -> None:
+        """Warns of a step that clipped nothing where it should have; on a GPU one step later, when flags are read."""
+        last = self.last
+        assert last is not None
+        if not last._found:
+            if complaint is not None:
+                self._fail(f"QKClip clips nothing: {complaint}")
+            else:
+                self.failed = 0
+            return
+        undone = self._find_undone(last)
+        skipped = {name: largest for name, (largest, _) in last._found.items() if name in last.unclipped}
+        flags = [undone]
+        flags += [(largest.nan_to_num(posinf=0.0) > self.threshold).any() for largest in skipped.values()]
+        self._copies.add(torch.stack([flag.to(flags[0].device) for flag in flags]), self._reader(last, list(skipped)))
+        self._copies.start()
+        if flags[0].device.type == "cpu":
+            self._copies.finish()
+
+    def _find_undone(self, last: Clipped) -> Tensor:
+        """True, as a tensor, if a head that was shrunk a lot in the step before is as large as it was."""
+        before, self._before = self._before, last._found
+        found = []
+        for name, (largest, _) in last._found.items():
+            was, factors = before.get(name, (largest, None))
+            if factors is not None:
+                found.append(((factors < 0.7) & (largest > 0.9 * was)).any())
+        device = next(iter(last._found.values()))[0].device
+        return torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=device)
+
+    def _reader(self, clipped: Clipped, skipped: list[str]) -> Callable[[Tensor], None]:
+        def read(flags: Tensor) -> None:
+            came_back, *over = flags.tolist()
+            reasons = {name: clipped.skipped[name] for name, passed in zip(skipped, over, strict=True) if passed}
+            if reasons and not self.log_only:
+                self._fail(self._describe_skipped(reasons))
+            elif came_back and not self.log_only:
+                self._fail(
+                    "QKClip has no effect: weights that it shrank in the step before are as large as they were. The "
+                    "optimizer keeps copies and writes them back: pass it to hook() or follow(), or pass masters="
+                )
+            else:
+                self.failed = 0
+
+        return read
+
+    def _describe_skipped(self, reasons: Mapping[str, str]) -> str:
+        (layer, reason), *others = reasons.items()
+        more = f" (and {len(others)} more)" if others else ""
+        knows_a_layer = self.last is not None and self.last.knows_a_layer
+        none = f"no attention layer of {type(self.model).__name__}"
+        where = "a layer whose logits passed the threshold" if knows_a_layer else none
+        return f"QKClip cannot clip {where}: {layer or 'the model itself'}: {reason}{more}; see `.last.skipped`"
+
+    def _fail(self, text: str) -> None:
+        """Warns once of each reason; raises after ten steps in a row."""
+        self.failed += 1
+        if self.strict and not self.log_only and self.failed >= MOST_FAILED:
+            raise RuntimeError(
+                f"{text}. These were {self.failed} steps in a row (step {self.steps}); pass strict=False to train on "
+                "without a clip"
+            )
+        if text not in self._warned and is_first_rank():
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=find_caller()[1] + 1)
+
+    def _expect(self, name: str, largest: Tensor) -> Tensor:
+        """Returns the largest logits that a layer is expected to have after the step: m·(1 + margin)."""
+        if self.margin != "auto":
+            return largest * (1.0 + float(self.margin))
+        expected, growth = self._grown.get(name, (largest, torch.zeros_like(largest)))
+        measured = torch.where(expected > 0.5 * self.threshold, largest / expected - 1.0, 0.0)  # the rest is far from τ
+        growth = torch.maximum(MEMORY * growth, measured.nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0))
+        after = largest * (1.0 + growth)
+        # what the next forward shows if no step adds anything: the logit, or what the clip made of it
+        self._grown[name] = torch.where(after > self.threshold, self.threshold / (1.0 + growth), largest), growth
+        return after
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of steps and the growth that margin="auto" has measured, for `load_state_dict`."""
+        grown = {name: [x.tolist() for x in pair] for name, pair in self._grown.items()}
+        return {"steps": self.steps, "failed": self.failed, "growth": grown}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from what `state_dict` returned."""
+        self.steps, self.failed = int(state["steps"]), int(state["failed"])
+        self._grown = {name: (torch.tensor(a), torch.tensor(b)) for name, (a, b) in state["growth"].items()}
+
+    def hook(self, optimizer: Any) -> Any:
+        """Makes each `optimizer.step()` end with `self.step()`; returns the handle, whose `remove()` undoes it.
+
+        An optimizer that accelerate prepared steps once per accumulation, and so does this.
+        """
+        inner = _inner_optimizer(optimizer)
+        if not callable(getattr(inner, "register_step_post_hook", None)):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        self.follow(optimizer)
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self.follow(inner)
+        self._handles.append(inner.register_step_post_hook(self._after_step))
         return self._handles[-1]
 
     def _after_step(self, *_: Any) -> None:
@@ -111,7 +239,7 @@ class QKClip:
 
     def follow(self, optimizer: Any) -> None:
         """Keeps the float32 master copies that `optimizer` holds in step with the clipped weights."""
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        inner = _inner_optimizer(optimizer)
         if isinstance(inner, torch.optim.Optimizer) and all(known() is not inner for known in self._optimizers):
             self._optimizers.append(weakref.ref(inner))
 
@@ -157,6 +285,11 @@ class QKClip:
                 "steps, which would overwrite them; pass masters= a function from a parameter to its float32 copy"
             )
         return None
+
+
+def _inner_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer that accelerate, or another wrapper with `.optimizer`, was given."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _main_param(parameter: Tensor) -> Tensor | None:

@@ -20,27 +20,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from regard.statistics.definitions import DEFINITIONS
+
 BINS = 512
 # statistic -> (scale, first edge, last edge), the edges on that scale; in the order of a reading's rows: those of one
 # scale stand together, and so do the two that a row with one key does not have
-LAYOUT = dict(
-    visible_keys=("log", -2.0, 7.0),
-    effective_keys=("log", -2.0, 7.0),
-    participation=("log", -2.0, 7.0),
-    support=("log", -2.0, 7.0),
-    distance=("log", -2.0, 7.0),
-    logit_variance=("log", -8.0, 8.0),
-    max_logit=("asinh", -15.0, 15.0),
-    mean_logit=("asinh", -15.0, 15.0),
-    logsumexp=("asinh", -15.0, 15.0),
-    mass=("share", 0.0, 1.28),
-    max_weight=("share", 0.0, 1.28),
-    first_key_mass=("share", 0.0, 1.28),
-    gradient_gain=("share", 0.0, 1.28),
-    gain_ratio=("share", 0.0, 1.28),
-    entropy_ratio=("ratio", -19.0, 20.0),
-    entropy=("nats", -21.0, 40.0),
-)
+_OF = {name: one.scale for name, one in DEFINITIONS.items()}
+_OF |= dict(gain_ratio=("share", 0.0, 1.28), entropy_ratio=("ratio", -19.0, 20.0))
+LAYOUT = {
+    name: _OF[name] for scale in ("log", "asinh", "share", "ratio", "nats") for name in _OF if _OF[name][0] == scale
+}
 NAMES = tuple(LAYOUT)
 ROW = {name: row for row, name in enumerate(NAMES)}
 DERIVED = slice(NAMES.index("gain_ratio"), NAMES.index("entropy_ratio") + 1)

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from torch import nn
-
 from regard.health.report import files
 from regard.health.report.report import Report
 from regard.health.report.saved import read_json
@@ -160,7 +158,7 @@ class Comparison:
 
 
 def compare(a: Any, b: Any, batches: Any = None, *, tolerance: float | None = None) -> Any:
-    """Compare two reports, each a `Report` or the path of its JSON file; or a model with a reference, on batches.
+    """Compare two models on batches, a model or a fingerprint with a fingerprint, or two reports.
 
     >>> layer, x = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True), torch.randn(2, 10, 32)
     >>> before = regard.examine(layer, [x])
@@ -169,25 +167,27 @@ def compare(a: Any, b: Any, batches: Any = None, *, tolerance: float | None = No
     'self_attn'
 
     Args:
-        a, b: the reports, B the later one; or a model and the reference that it should equal.
-        batches: for two models, what both are run on, as in `examine`.
+        a, b: a model and the reference that it should equal, each an nn.Module, a `Fingerprint`, its file, or a folder
+            of tensors that another program wrote; or two reports, each a `Report` or the path of its JSON file.
+        batches: for two models, what both are run on, as in `examine`; a function is called with each model. A model
+            and a fingerprint are compared on the fingerprint's tokens.
         tolerance: how much a head's mean may differ, relative to the larger of its size and its spread over rows
-            (0.01); for two models, how much a tensor may differ relative to its size (0.001).
+            (0.01); for two models, how much a tensor may differ relative to its size (None: as rounding may).
 
     Returns:
         A `Comparison`: `.new`, `.resolved`, `.changed`, `.first_differences`. For two models a `ModelComparison`:
-        `.first` (the first layer that differs), `.parts` (of q, k, v, scores, output), `.meaning`, `.layers`.
+        `.same`, `.first` (the first layer that differs), `.where`, `.cause`, `.tried`, `.layers`.
 
     Raises:
-        TypeError: `a` or `b` is neither a `Report` nor a path.
-        ValueError: A file is not a report, or `tolerance` is negative.
+        TypeError: `a` or `b` is nothing that can be compared, or not of the other's kind.
+        ValueError: A file is no report or fingerprint, they are of other tokens, or `tolerance` is negative.
     """
     if tolerance is not None and not 0.0 <= tolerance < float("inf"):
         raise ValueError(f"tolerance must be a number ≥ 0, got {tolerance!r}")
-    if isinstance(a, nn.Module) or isinstance(b, nn.Module):
-        from regard.health.model_comparison import TOLERANCE, compare_models
+    from regard.health.comparing.sides import compare_sides, is_side
 
-        return compare_models(a, b, batches, TOLERANCE if tolerance is None else tolerance)
+    if is_side(a) or is_side(b):
+        return compare_sides(a, b, batches, tolerance)
     if batches is not None:
         raise TypeError("batches is for two models; two reports are compared without")
     tolerance = 0.01 if tolerance is None else tolerance

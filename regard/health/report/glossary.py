@@ -2,7 +2,9 @@
 
 import re
 
+from regard.health import checks
 from regard.health.report.page.document import escape
+from regard.statistics.definitions import DEFINITIONS
 
 WORDS = {
     "layer": "One attention module of the model; layers count from 0 in the order in which they run.",
@@ -34,26 +36,18 @@ WORDS = {
     "quantile": "q05 is the value below which 5 % of the rows lie; q50 is the median, q95 leaves 5 % above.",
     "gradient": "What training changes weights by; if it is lost in the softmax, a head stops learning.",
 }
-STATISTICS = {
+RATIOS = {
     "entropy_ratio": "How evenly a row spreads its weight: 1 is evenly over all keys, 0 is all on one key. It is the "
     "entropy divided by its largest possible value, ln(visible keys).",
-    "entropy": "How evenly a row spreads its weight, in nats: 0 is one key, ln(visible keys) is evenly over all.",
-    "effective_keys": "The number of keys that share a row's weight: e to the entropy.",
-    "participation": "The number of keys that share a row's weight, 1/Σp̄²; small weights count less.",
-    "max_weight": "The largest weight of a row: near 1 means that the query looks at one key.",
-    "first_key_mass": "The weight on the first visible key: large for attention sinks.",
-    "distance": "How many tokens away a row looks, on average.",
     "gain_ratio": "How much gradient passes through the softmax, compared with a row of equal weights: near 0, the "
     "head can no longer learn.",
-    "gradient_gain": "How much gradient passes through the normaliser: the trace of its Jacobian.",
-    "max_logit": "The largest logit of a row; published runs keep it below 100.",
-    "mean_logit": "The mean logit of a row.",
-    "logit_variance": "How far a row's logits are spread; the scale 1/√d aims at 1 at the start of training.",
-    "logsumexp": "log Σ exp(logits): the size of the softmax's denominator, including the sink.",
-    "mass": "The sum of a row's weights: less than 1 if a sink takes some.",
-    "support": "The number of keys with a weight above 0.",
-    "visible_keys": "The number of keys that a query may look at.",
 }
+FIRST = (  # in the order in which reports list statistics; the others follow
+    "entropy_ratio", "entropy", "effective_keys", "participation", "max_weight", "first_key_mass", "distance",
+    "gain_ratio", "gradient_gain",
+)  # fmt: skip
+_MEANINGS = RATIOS | {name: one.words for name, one in DEFINITIONS.items()}
+STATISTICS = {name: _MEANINGS[name] for name in dict.fromkeys((*FIRST, *DEFINITIONS))}
 KINDS_OF_HEADS = {
     "previous token": "It looks at the token before the query.",
     "next token": "It looks at the token after the query.",
@@ -96,7 +90,9 @@ FINDINGS = {
     "sequences mixed": "One text of a batch changes the output of another.",
     "shut gate": "The head's output is multiplied by a gate that is near 0, so the head does almost nothing.",
     "sink-dormant": "The head puts all its weight on the first key or a sink, so it does nothing on this text.",
+    "softmax over another axis": "The softmax runs over queries, heads or the batch, where the keys are meant.",
     "untrained or broken": "The model predicts the text worse than the text's own frequencies do.",
+    "weights do not add up to 1": "Weights were changed after the softmax, so that a query's do not add up to 1.",
 }
 
 
@@ -140,8 +136,17 @@ def link(word: str, shown: str | None = None) -> str:
     meaning = words().get(word)
     text = escape(word if shown is None else shown)
     if meaning is None:
-        return text
+        described = describe_kind(word)
+        return f'<span class="word" title="{escape(described)}">{text}</span>' if described else text
     return f'<a class="word" href="#{anchor(word)}" title="{escape(meaning)}">{text}</a>'
+
+
+def describe_kind(kind: str) -> str:
+    """What a kind of finding means in one sentence: the glossary's, or what its rule says does not hold."""
+    if kind in FINDINGS:
+        return FINDINGS[kind]
+    title = next((rule.title for rule in checks.rules().values() if rule.kind == kind), None)
+    return "" if title is None else f"It does not hold that {title}."
 
 
 def make_glossary() -> str:

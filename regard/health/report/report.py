@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 import regard
-from regard.health import findings
-from regard.health.checks import Checks, LossChange, LossReading
-from regard.health.findings import Finding
+from regard.health.checks import Finding, kinds
+from regard.health.contract.diagnosis import Cause, diagnose
+from regard.health.contract.run import Checks, LossChange, LossReading
+from regard.health.contract.verdict import ContractError, count_from, describe
 from regard.health.measurement import norms, recorder
 from regard.health.measurement.recorder import Layer
 from regard.health.readings import histogram
@@ -69,6 +70,7 @@ class Report:
     interrupted: str | None = None  # why the examination did not finish
     tokens: dict[str, Any] | None = None  # what each head looks at on a short text: see `look.to_json`
     checks: Checks | None = None  # what more forwards of the model showed; None if they were not made
+    mixers: dict[str, Any] | None = None  # of a hybrid: the number of attention layers, and what was read of the others
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Report:
@@ -84,6 +86,17 @@ class Report:
     def loss(self) -> LossReading | None:
         """The model's loss on the examined text beside that of the text's frequencies; None if it is not known."""
         return None if self.checks is None else self.checks.loss
+
+    @property
+    def diagnosis(self) -> list[Cause]:
+        """The findings grouped under their causes, gravest first."""
+        return diagnose(self.findings)
+
+    def raise_on(self, severity: str = "warning") -> Report:
+        """Raises ContractError, an AssertionError, if a finding is of this severity or graver; else returns itself."""
+        if count_from(self.findings, severity):
+            raise ContractError("\n".join([describe(one) for one in self.findings if one.severity != "note"]))
+        return self
 
     def with_checks(self, checks: Checks, findings: list[Finding]) -> Report:
         """Returns the report with the outcome of the checks, the ablation of each head and the loss of each what-if."""
@@ -105,12 +118,14 @@ class Report:
             title=self.title,
             heads=[head.to_json() for head in self.heads],
             findings=[finding.to_json() for finding in self.findings],
+            diagnosis=[cause.to_json() for cause in self.diagnosis],
             unmeasured=[list(pair) for pair in self.unmeasured],
             what_if={name: reading.to_json() for name, reading in self.what_if.items()},
             how=self.how,
             interrupted=self.interrupted,
             **({} if self.tokens is None else {"tokens": self.tokens}),
             **({} if self.checks is None else {"checks": self.checks.to_json()}),
+            **({} if self.mixers is None else {"mixers": self.mixers}),
         )
 
     def to_frame(self) -> Any:
@@ -150,11 +165,14 @@ class Report:
             return files.write(path, draw_png(self))
         raise ValueError(f"path must end in .html, .json or .png, got {str(path)!r}")
 
-    def show(self, file: TextIO | None = None) -> None:
-        """Print a table of layers, the findings and what could not be measured."""
-        from regard.health.report.terminal import show
+    def show(self, file: TextIO | None = None, full: bool = False, page: str = "") -> None:
+        """Print one screen: verdict, causes, what to do, a map; all there is if `full`. `page` is named at the end."""
+        from regard.health.report import screen, terminal
 
-        show(self, file)
+        if full:
+            terminal.show(self, file)
+        else:
+            screen.show_screen(self, file, page)
 
     def summary(self) -> list[str]:
         """The report in a few sentences."""
@@ -225,7 +243,7 @@ def describe_measurement(
             largest_relative_difference=max((layer.error for layer in measured), default=0.0),
             goes_on_with=f"the model's own output; beyond {recorder.WHOLE} queries the rebuilt one, if it agrees",
         ),
-        looked_for=findings.kinds(),
+        looked_for=kinds(runs=False),
         counted="rows of padding queries and rows without a visible key are not counted",
         **({"used_too_often_to_be_layers_each": together} if together else {}),
         **({"using": list(using)} if using else {}),

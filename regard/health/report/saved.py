@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from regard.health.checks import Ablation, Checks, LossChange, LossReading
-from regard.health.findings import Finding
+from regard.health.checks.finding import Finding
+from regard.health.contract.rounding import RoundingEffect
+from regard.health.contract.run import Ablation, Checks, LossChange, LossReading
 from regard.health.readings.heads import HeadReading
 from regard.health.readings.histogram import Spreads
 from regard.health.report import files
@@ -67,6 +68,7 @@ def load_report(path: str | os.PathLike) -> Report:
         return Report(
             data["title"], _heads(data), _findings(data), _pairs(data["unmeasured"]), what_if, data["how"],
             data["interrupted"], tokens=data.get("tokens"), checks=_checks(data.get("checks")),
+            mixers=data.get("mixers"),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is not a whole report: {type(error).__name__}: {error}") from None
@@ -98,7 +100,9 @@ def _checks(data: dict | None) -> Checks | None:
         return None
     loss = None if data["loss"] is None else LossReading(**data["loss"])
     what_if = {name: change for name, one in data["what_if"].items() if (change := _loss_change(one))}
-    return Checks(data["done"], _pairs(data["skipped"]), loss, what_if, _ablation(data["ablation"]), data["seconds"])
+    rounding = {name: RoundingEffect.from_json(one) for name, one in data.get("rounding", {}).items()}
+    ablation = _ablation(data["ablation"])
+    return Checks(data["done"], _pairs(data["skipped"]), loss, what_if, rounding, ablation, data["seconds"])
 
 
 def _loss_change(data: dict | None) -> LossChange | None:

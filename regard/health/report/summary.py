@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from regard.health import findings
+from regard.health import checks
+from regard.health.checks.finding import MODEL
 from regard.health.checks.predictions import LEAST_TOKENS
 
 if TYPE_CHECKING:
-    from regard.health.checks import LossReading
+    from regard.health.contract.run import LossReading
     from regard.health.report.report import Report
 
 ROOT = "the model itself"  # the root module's name is empty
@@ -19,7 +20,7 @@ LISTED = 8  # layers
 
 def summarize(report: Report) -> list[str]:
     """The report in a few sentences."""
-    lines = [*_describe_predictions(report), _describe_extent(report)]
+    lines = [*describe_mixers(report), *_describe_predictions(report), _describe_extent(report)]
     if report.findings:
         lines.append(_describe_findings(report))
     elif report.heads:
@@ -29,6 +30,24 @@ def summarize(report: Report) -> list[str]:
     if report.interrupted:
         lines.append(f"The examination did not finish: {report.interrupted}.")
     return lines
+
+
+def describe_mixers(report: Report) -> list[str]:
+    """How much of a hybrid is attention, and what was read of the rest; nothing for a model of attention alone."""
+    if report.mixers is None:
+        return []
+    attention, others = report.mixers["attention"], report.mixers["others"]
+    counts = Counter(one["kind"] for one in others)
+    listed = _join([f"{count} {kind}" for kind, count in counts.items()])
+    verb = "is" if attention == 1 else "are"
+    was = "was" if len(others) == 1 else "were"
+    line = f"{attention} of {attention + len(others)} token mixers {verb} softmax attention; "
+    line += f"{listed} {was} not measured as heads"
+    read = [one for one in others if one["failure"] is None and one["numbers"]]
+    memories = [one["numbers"]["memory_median"] for one in read if one["numbers"].get("memory_median") is not None]
+    if memories:
+        line += f": memory of {min(memories):.3g} to {max(memories):.3g} tokens"
+    return [f"{line}." if len(read) == len(others) else f"{line}, {len(others) - len(read)} not at all."]
 
 
 def _describe_predictions(report: Report) -> list[str]:
@@ -53,7 +72,7 @@ def _describe_predictions(report: Report) -> list[str]:
 def _compare(loss: LossReading) -> str:
     """The loss in words beside the text's unigrams and bigrams; a short text's bigrams may be worse than its unigrams.
 
-    >>> from regard.health.checks import LossReading
+    >>> from regard.health.contract.run import LossReading
     >>> from regard.health.report.summary import _compare
     >>> _compare(LossReading("next token", 2.6, 2.5, 2.7, 4, unigram=3.0, bigram=2.5))
     'better than its unigrams and worse than its bigrams'
@@ -63,6 +82,8 @@ def _compare(loss: LossReading) -> str:
     assert loss.unigram is not None and loss.bigram is not None
     if loss.uniform is not None and loss.mean >= loss.uniform:  # few tokens of a large vocabulary say little of it
         return f"no better than a uniform guess, {loss.uniform:.3g}"
+    if loss.uniform is not None and min(loss.unigram, loss.bigram) >= loss.uniform:
+        return "better than a uniform guess; its own frequencies say nothing, because the text is too short"
     better = [name for name in ("unigram", "bigram") if loss.mean < getattr(loss, name)]
     if len(better) == 2:
         return "better than its unigrams and its bigrams"
@@ -83,18 +104,21 @@ def _describe_extent(report: Report) -> str:
 
 
 def _describe_findings(report: Report) -> str:
-    flagged = {place for finding in report.findings for place in finding.places}
+    flagged = {place for finding in report.findings if finding.scope != MODEL for place in finding.places}
     layers = sorted({head.index for head in report.heads})
     affected = sorted({index for index, _ in flagged})
     listed = [str(layer) for layer in affected[:LISTED]] + ["…"] * (len(affected) > LISTED)
-    where = f" in layer{'' if len(affected) == 1 else 's'} {_join(listed)}"
-    where = "" if len(layers) == 1 else " in every layer" if affected == layers else where
+    where = "" if len(layers) == 1 or not affected else " in every layer" if affected == layers else " in layers "
+    where += _join(listed) if where == " in layers " else ""
+    where = where.replace("layers", "layer") if len(affected) == 1 else where
     measured = {(head.index, head.head) for head in report.heads}
     total = f"{len(flagged)} of {count_noun(len(measured), 'head')}"
     heads = total if flagged <= measured else count_noun(len(flagged), "head")
     verb = "has" if len(flagged) == 1 else "have"
-    kinds = count_kinds((finding.kind, len(finding.heads)) for finding in report.findings)
-    return f"{heads} {verb} findings{where}: {_join(kinds)}."
+    whole = [finding.kind for finding in report.findings if finding.scope == MODEL]
+    kinds = count_kinds((one.kind, len(one.heads)) for one in report.findings if one.scope != MODEL)
+    said = [f"The whole model: {_join(list(dict.fromkeys(whole)))}."] if whole else []
+    return " ".join([*said, *([f"{heads} {verb} findings{where}: {_join(kinds)}."] if kinds else [])])
 
 
 def describe_no_findings(report: Report) -> str:
@@ -107,7 +131,7 @@ def describe_no_findings(report: Report) -> str:
     part = " of the measured heads" if report.unmeasured or report.interrupted else ""
     rest = f" {count_noun(few, 'head')} had too few rows or keys to be judged." if few else ""
     done = [] if report.checks is None else report.checks.done
-    looked_for = report.how.get("looked_for", findings.kinds())
+    looked_for = report.how.get("looked_for", checks.kinds(runs=False))
     return f"No problem found in these {len(looked_for) + len(done)} checks{part}.{rest}"
 
 

@@ -1,14 +1,14 @@
-"""The report in a terminal: a row per layer, then the findings; coloured by rich, plain when piped."""
+"""All of a report as text: a row per layer, then every finding. `screen.py` has what is printed first."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TextIO
 
 from regard.health.readings.heads import HeadReading
 from regard.health.report.report import Report
 from regard.health.report.summary import ROOT, count_kinds, count_noun
+from regard.health.report.writer import Writer, printable
 from regard.table import Table, format_number
 
 BLOCKS, DIGITS = " ▁▂▃▄▅▆▇█", " 0123456789"  # the first is for NaN; digits where the encoding has no blocks
@@ -18,37 +18,42 @@ COLOURS = {"critical": "red", "warning": "yellow", "note": "cyan"}
 
 
 def show(report: Report, file: TextIO | None = None) -> None:
-    file = sys.stdout if file is None else file
-    write = _line_writer(file)
-    write(f"\n{printable(report.title)}", "bold")
+    """Prints all of a report: sentences, a row per layer, every finding, what-ifs, checks."""
+    writer = Writer(file)
+    writer.line()
+    writer.line(report.title, "bold")
     for line in report.summary():
-        write(printable(line))
+        writer.line(line)
     if report.heads:
-        signs = _signs_for(file)
-        make_table(report, signs).show(file)
+        signs = _signs_for(writer.file)
+        make_table(report, signs).show(writer.file)
         sign = "block" if signs == BLOCKS else "digit"
-        print(f"one {sign} per head, from 0 ({signs[1]}) to 1 ({signs[-1]}); max logit: the layer's largest", file=file)
+        writer.line(f"one {sign} per head, from 0 ({signs[1]}) to 1 ({signs[-1]}); max logit: the layer's largest")
     for finding in report.findings:
         listed = " ".join(f"{index}·{head}" for index, head in finding.places[:HEADS_LISTED])
         more = f" and {len(finding.heads) - HEADS_LISTED} more" if len(finding.heads) > HEADS_LISTED else ""
-        heads = f"{count_noun(len(finding.heads), 'head')}: {listed}{more}"
-        write(f"\n{finding.kind} ({finding.severity}), {heads}", COLOURS[finding.severity])
+        where = f"{count_noun(len(finding.heads), 'head')}: {listed}{more}" if finding.heads else finding.layer or ROOT
+        writer.line()
+        writer.line(f"{finding.code} {finding.kind} ({finding.severity}), {where}", COLOURS[finding.severity])
         for line in (finding.evidence, f"remedy: {finding.remedy}", f"threshold: {finding.threshold}"):
-            print(f"  {printable(line)}", file=file)
+            writer.line(f"  {line}", hanging=4)
     for name, reading in report.what_if.items():
         kinds = ", ".join(count_kinds((one.kind, len(one.heads)) for one in reading.findings)) or "no findings"
-        write(f"\nwhat if {printable(name)}: {kinds}", "bold")
+        writer.line()
+        writer.line(f"what if {name}: {kinds}", "bold")
         before, after = average(report.heads, "entropy_ratio"), average(reading.heads, "entropy_ratio")
-        print(f"  mean entropy ratio {before} → {after}", file=file)
+        writer.line(f"  mean entropy ratio {before} → {after}")
         if reading.loss is not None:
-            print(f"  {reading.loss}", file=file)
+            writer.line(f"  {reading.loss}")
+        if report.checks is not None and name in report.checks.rounding:
+            writer.line(f"  {report.checks.rounding[name]}", hanging=4)
     checks = describe_checks(report)
     for line in ["", *checks] if checks else []:
-        print(printable(line), file=file)
+        writer.line(line)
     for layer, reason in report.unmeasured[:LISTED]:
-        write(f"not measured: {printable(layer or ROOT)}: {printable(reason)}", "yellow")
+        writer.line(f"not measured: {layer or ROOT}: {reason}", "yellow")
     if len(report.unmeasured) > LISTED:
-        write(f"not measured: {len(report.unmeasured) - LISTED} more layers, listed in the report's files", "yellow")
+        writer.line(f"not measured: {len(report.unmeasured) - LISTED} more layers, in the report's files", "yellow")
 
 
 def describe_checks(report: Report) -> list[str]:
@@ -64,16 +69,6 @@ def describe_checks(report: Report) -> list[str]:
         left = f"; {count_noun(ablation.missing, 'head')} left out, for time" if ablation.missing else ""
         lines.append(f"without a head {unit} up to {listed}; {idle} of {len(ablation.heads)} do not matter{left}")
     return lines + [f"not checked: {name}: {reason}" for name, reason in report.checks.skipped]
-
-
-def printable(text: str) -> str:
-    """`text` with control characters escaped, which a terminal would obey.
-
-    >>> from regard.health.report.terminal import printable
-    >>> printable("layer\\x1b[31m")
-    'layer\\\\x1b[31m'
-    """
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def make_table(report: Report, signs: str = BLOCKS) -> Table:
@@ -109,14 +104,3 @@ def _sign(share: float, signs: str) -> str:
     """The last sign for 1, the first for NaN: no row of that head has the statistic."""
     many = len(signs) - 1
     return signs[1 + min(int(many * min(max(share, 0.0), 1.0)), many - 1)] if share == share else signs[0]
-
-
-def _line_writer(file: TextIO) -> Callable[..., None]:
-    """A function (text, style) that prints a line, coloured in a terminal."""
-    if not file.isatty():
-        return lambda text, style=None: print(text, file=file)
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=file, highlight=False)
-    return lambda text, style=None: console.print(Text(text, style=style or ""))

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from regard.health.tokens.forms import Form, form_of_mapping, form_of_parts, is_ids
 
 SPACES = {"Ġ": "␣", "▁": "␣", "Ċ": "⏎", "\n": "⏎", " ": "␣", "\t": "⇥"}  # as tokens are written
 IDS = {"input_ids": "encoder", "decoder_input_ids": "decoder"}
@@ -16,8 +18,8 @@ PER_TOKEN = ("token_type_ids", "position_ids", "labels", "cache_position")
 LEAST_TOKENS = 8  # different ones, for a repeated sequence
 LONGEST_PERIOD = 48
 SHORT = 128  # tokens of the text that a report shows
-DECODER = "decoder_input_ids"
-NAMES = ("input_ids", "ids", "tokens", "x", "src")
+SHOWN = ("attention_mask", "decoder_attention_mask")  # masks of text: not 0 is text
+HIDDEN = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask", "padding_mask")  # True hides
 
 
 @dataclass
@@ -41,13 +43,6 @@ def name_tokens(ids: Tensor, tokenizer: Any = None) -> list[str]:
 def list_special(tokenizer: Any) -> list[str]:
     """Returns the tokenizer's special tokens; empty if it has no such list."""
     return [str(token) for token in getattr(tokenizer, "all_special_tokens", ())]
-
-
-def is_ids(x: Any) -> bool:
-    """True for a tensor [B, N] of integers."""
-    return (
-        isinstance(x, Tensor) and x.ndim == 2 and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-    )
 
 
 def read_sides(batch: Any, tokenizer: Any = None, sequence: int = 0) -> dict[str, Side]:
@@ -120,42 +115,68 @@ def repeat_tokens(batch: Any, room: int, is_special: Callable[[int], bool]) -> t
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Arguments of one forward, with the place of the token ids [B, N] among them."""
+    """Arguments of one forward, with the places of the token ids [B, N] among them."""
 
     args: tuple
     named: dict[str, Any]
     key: int | str  # of the ids: a place in `args`, or a name
     own: Any  # the batch as the user gave it, None once it is cut or changed
+    decoder: int | str | None = None  # of the decoder's ids
+    labels: Tensor | None = None  # what should be predicted, whether forward takes it or not
+
+    def get(self, key: int | str | None) -> Any:
+        """The argument at a place or of a name; None if there is none."""
+        if isinstance(key, int):
+            return self.args[key] if key < len(self.args) else None
+        return None if key is None else self.named.get(key)
 
     @property
     def ids(self) -> Tensor:
         """The ids that the model reads, [B, N]: the encoder's if there are two."""
-        return self.args[self.key] if isinstance(self.key, int) else self.named[self.key]
+        return self.get(self.key)
 
     @property
     def has_decoder(self) -> bool:
-        return isinstance(self.named.get(DECODER), Tensor)
+        return self.decoder is not None
 
     @property
     def targets(self) -> Tensor:
         """The ids that the model continues, [B, N]: the decoder's if it has some."""
-        return self.named[DECODER] if self.has_decoder else self.ids
+        return self.get(self.decoder) if self.has_decoder else self.ids
+
+    @property
+    def count(self) -> int:
+        """The number of rows: the length of the first axis of the first tensor."""
+        found = [x for x in (*self.args, *self.named.values()) if isinstance(x, Tensor) and x.ndim]
+        return found[0].shape[0] if found else 0
+
+    @property
+    def mask_name(self) -> str:
+        """The name under which transformers takes the mask of `targets`."""
+        return "decoder_attention_mask" if "decoder" in (str(self.decoder or self.key)) else "attention_mask"
 
     def map(self, change: Callable[[Any], Any]) -> TokenBatch:
         """Returns the batch with every argument changed."""
         named = {name: change(x) for name, x in self.named.items()}
-        return replace(self, args=tuple(map(change, self.args)), named=named, own=None)
+        return replace(self, args=tuple(map(change, self.args)), named=named, own=None, labels=change(self.labels))
+
+    def put(self, key: int | str, value: Any) -> TokenBatch:
+        """Returns the batch with another argument at a place or of a name."""
+        if isinstance(key, int):
+            return replace(self, args=tuple(value if at == key else x for at, x in enumerate(self.args)), own=None)
+        return replace(self, named={**self.named, key: value}, own=None)
+
+    def without(self, *names: str) -> TokenBatch:
+        """Returns the batch without some keyword arguments."""
+        return replace(self, named={name: x for name, x in self.named.items() if name not in names}, own=None)
 
     def with_ids(self, ids: Tensor) -> TokenBatch:
         """Returns the batch with other ids for the (encoder's) ones."""
-        if isinstance(self.key, int):
-            args = tuple(ids if at == self.key else x for at, x in enumerate(self.args))
-            return replace(self, args=args, own=None)
-        return replace(self, named={**self.named, self.key: ids}, own=None)
+        return self.put(self.key, ids)
 
     def with_targets(self, ids: Tensor) -> TokenBatch:
         """Returns the batch with other ids for those that the model continues."""
-        return replace(self, named={**self.named, DECODER: ids}, own=None) if self.has_decoder else self.with_ids(ids)
+        return self.put(self.key if self.decoder is None else self.decoder, ids)
 
     def cut(self, sequences: int, length: int) -> TokenBatch:
         """Returns the first sequences, and of each the first tokens; arguments of the ids' shapes are cut alike."""
@@ -180,31 +201,44 @@ class TokenBatch:
 
     def text_mask(self, pad: int | None) -> Tensor:
         """True where `targets` holds text, [B, N], by the batch's mask and the pad token."""
+        found = self.given_mask(self.targets, self.mask_name, "tgt_key_padding_mask")
+        if found is not None:
+            return found
         targets = self.targets
-        given = self.named.get("decoder_attention_mask" if self.has_decoder else "attention_mask")
-        if isinstance(given, Tensor) and given.shape == targets.shape:
-            return given.bool()
         return torch.ones_like(targets, dtype=torch.bool) if pad is None else find_padding(targets, pad).logical_not()
 
+    def given_mask(self, ids: Tensor, *first: str) -> Tensor | None:
+        """True where the batch's own mask shows `ids`; None if it has no mask of their shape."""
+        for name in (*first, *SHOWN, *HIDDEN):
+            mask = self.named.get(name)
+            if isinstance(mask, Tensor) and mask.shape == ids.shape:
+                return mask.bool() if name in SHOWN else mask.logical_not() if mask.dtype == torch.bool else mask >= 0
+        return None
 
-def as_token_batch(batch: Any, device: torch.device) -> TokenBatch | None:
+
+def as_token_batch(batch: Any, device: torch.device, model: nn.Module | None = None) -> TokenBatch | None:
     """Returns a batch on the model's device, or None if it has no token ids [B, N]."""
-    made = as_batch(batch, device)
-    ids: Any = made.named.get(made.key) if isinstance(made.key, str) else next(iter(made.args), None)
-    return made if is_ids(ids) and ids.shape[0] > 0 and ids.shape[1] > 1 else None
+    made = as_batch(batch, device, model)
+    return made if is_ids(made.ids) and made.ids.shape[0] > 0 and made.ids.shape[1] > 1 else None
 
 
-def as_batch(batch: Any, device: torch.device) -> TokenBatch:
-    """Returns any batch on the model's device; `ids` is there only if it holds token ids."""
+def as_batch(batch: Any, device: torch.device, model: nn.Module | None = None) -> TokenBatch:
+    """Returns any batch on the model's device; `ids` is there only if it holds token ids.
+
+    Labels that forward does not take, as a loader of (inputs, labels) gives them, are held apart if `model` is given.
+    """
 
     def move(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) else x
 
     if isinstance(batch, Mapping):
         named = {str(name): move(x) for name, x in batch.items()}
-        return TokenBatch((), named, next((name for name in NAMES if is_ids(named.get(name))), ""), batch)
-    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-    return TokenBatch(tuple(map(move, parts)), {}, 0, batch)
+        form = form_of_mapping(named)
+        return TokenBatch((), named, form.ids, batch, form.decoder, named.get(str(form.labels)))
+    parts = tuple(map(move, batch if isinstance(batch, (tuple, list)) else (batch,)))
+    form = form_of_parts(parts, model) if model is not None else Form(0)
+    labels = parts[form.labels] if isinstance(form.labels, int) else None
+    return TokenBatch(parts[:1] if form.apart else parts, {}, form.ids, batch, form.decoder, labels)
 
 
 def find_padding(ids: Tensor, pad: int, least: int = 3) -> Tensor:

@@ -21,10 +21,15 @@ def _import_base(which: str) -> Any:
 
 
 def trainer_callback(monitor: Monitor) -> Any:
-    """Returns a `transformers.TrainerCallback` that gives a monitor the trainer's steps and closes it at the end."""
+    """Returns a `transformers.TrainerCallback` that gives a monitor the trainer's steps, loss and end, and saves it."""
+    from transformers.trainer_callback import ExportableState
 
-    class MonitorCallback(_import_base("trainer")):  # type: ignore[misc]
+    class MonitorCallback(_import_base("trainer"), ExportableState):  # type: ignore[misc]
+        def state(self):  # the trainer writes it into trainer_state.json
+            return {"args": {}, "attributes": {"saved": monitor.state_dict()}}
+
         def on_train_begin(self, args, state, control, **kwargs):
+            _load_from(monitor, type(self).__name__, state)
             monitor.watch()  # a second train() comes after the end of the first
 
         def on_step_begin(self, args, state, control, **kwargs):
@@ -33,6 +38,9 @@ def trainer_callback(monitor: Monitor) -> Any:
         def on_step_end(self, args, state, control, **kwargs):
             monitor.end_step()
 
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            monitor.observe((logs or {}).get("loss"), (logs or {}).get("grad_norm"))
+
         def on_train_end(self, args, state, control, **kwargs):
             monitor.close()
 
@@ -40,9 +48,15 @@ def trainer_callback(monitor: Monitor) -> Any:
 
 
 def lightning_callback(monitor: Monitor) -> Any:
-    """Returns a Lightning `Callback` for a monitor: its steps, its end, and its loggers where `log` is None."""
+    """Returns a Lightning `Callback` for a monitor: its steps, loss and end, its state in checkpoints, its loggers."""
 
     class MonitorCallback(_import_base("lightning")):  # type: ignore[misc]
+        def state_dict(self):
+            return monitor.state_dict()
+
+        def load_state_dict(self, state):
+            monitor.load_state_dict(state)
+
         def on_train_start(self, trainer, module):
             monitor.watch()
             monitor.use_loggers(trainer.loggers)
@@ -51,6 +65,7 @@ def lightning_callback(monitor: Monitor) -> Any:
             monitor.at_step(trainer.global_step + 1)
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            monitor.observe(outputs.get("loss") if isinstance(outputs, dict) else outputs)
             monitor.end_step()
 
         def on_train_end(self, trainer, module):
@@ -60,9 +75,16 @@ def lightning_callback(monitor: Monitor) -> Any:
 
 
 def clip_trainer_callback(clip: QKClip) -> Any:
-    """Returns a `transformers.TrainerCallback` that clips after each optimizer step."""
+    """Returns a `transformers.TrainerCallback` that clips after each optimizer step, and saves QKClip's state."""
+    from transformers.trainer_callback import ExportableState
 
-    class QKClipCallback(_import_base("trainer")):  # type: ignore[misc]
+    class QKClipCallback(_import_base("trainer"), ExportableState):  # type: ignore[misc]
+        def state(self):
+            return {"args": {}, "attributes": {"saved": clip.state_dict()}}
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            _load_from(clip, type(self).__name__, state)
+
         def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
             clip.follow(optimizer)
             clip.step()
@@ -73,10 +95,26 @@ def clip_trainer_callback(clip: QKClip) -> Any:
     return QKClipCallback()
 
 
+def _load_from(owner: Monitor | QKClip, name: str, state: Any) -> None:
+    """Loads what a resumed trainer found in trainer_state.json; a file from before gets a place for the next save."""
+    if isinstance(state.stateful_callbacks, dict):
+        state.stateful_callbacks.setdefault(name, {"args": {}, "attributes": {}})
+    known = (getattr(state, "stateful_callbacks", None) or {}).get(name)
+    saved = known.get("attributes", {}).get("saved") if isinstance(known, dict) else None
+    if state.global_step and saved:
+        owner.load_state_dict(saved)
+
+
 def clip_lightning_callback(clip: QKClip) -> Any:
     """Returns a Lightning `Callback` that clips after each optimizer step; accumulated batches are no step."""
 
     class QKClipCallback(_import_base("lightning")):  # type: ignore[misc]
+        def state_dict(self):
+            return clip.state_dict()
+
+        def load_state_dict(self, state):
+            clip.load_state_dict(state)
+
         def on_train_start(self, trainer, module):
             self.at = trainer.global_step
             for optimizer in trainer.optimizers:

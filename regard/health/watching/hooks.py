@@ -1,11 +1,9 @@
-"""Hooks on a model in training, which torch.compile does not trace, and interceptions of single forwards."""
+"""Hooks on a model in training, of which a compiled graph holds nothing, and interceptions of single forwards."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -13,17 +11,15 @@ from torch import nn
 
 from regard.health.capture.interception import Interception, close_scope, open_scope
 
-WRAPPERS = ("_fn", "compile_wrapper")  # torch's frames around compiled functions, and around disabled ones
-
 
 class Hook:
-    """A hook that torch.compile does not trace; in a copy of the model, or a saved one, it does nothing."""
+    """A hook that does nothing while torch.compile traces, and in a copy of the model, or a saved one."""
 
     def __init__(self, call: Callable[..., None]) -> None:
-        self.call: Callable[..., None] | None = torch.compiler.disable(call)
+        self.call: Callable[..., None] | None = call
 
     def __call__(self, *args: Any) -> None:
-        if self.call is not None:
+        if not torch.compiler.is_compiling() and self.call is not None:
             self.call(*args)
 
     def __getstate__(self) -> dict[str, None]:
@@ -64,14 +60,3 @@ class ForwardInterceptions:
         close_scope(context)
         if succeeded and interception.follows_functions:
             self._is_needed = interception.saw_functions or not interception.routed
-
-
-def runs_compiled() -> bool:
-    """True if a compiled forward called the hook: its attention calls can no longer be intercepted."""
-    frame: FrameType | None = sys._getframe(1)
-    wrappers = 0
-    while frame is not None:
-        if frame.f_code.co_name in WRAPPERS and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
-            wrappers += 1
-        frame = frame.f_back
-    return wrappers > 1  # one is that of `torch.compiler.disable` around the hook

@@ -1,107 +1,233 @@
-"""Gathers a monitor's samples over ranks: one collective per sample, whatever layers each rank ran.
+"""Joins a monitor's samples over ranks through the process group's key-value store: nobody ever waits for anybody.
 
-Ranks agree on the list of layers (pipeline stage, name, heads) at the first sample, and again at the sample after one
-in which a rank met a new layer; the flag for that travels with the numbers. A layer that a rank did not run is an
-empty table. What each rank spent on measuring travels too, so that all skip the same samples.
+| when | who | does |
+| --- | --- | --- |
+| a sample was measured at step s | each rank | posts its tables under s |
+| a later step begins, and all have posted s | the first rank | merges them, and posts the result and the next step |
+| that step begins | each rank | reads the result: the same numbers, and so the same incidents, at the same step |
+
+No collective is made, so a monitor cannot run out of step with the model's own. Between the second and the third row
+lies a whole step of training, in which ranks that train together meet. A rank that posts nothing (its data have ended,
+it has died, it has no monitor) is left out `timeout` seconds later, and that is said; ranks that are left without the
+first one watch alone. Messages are JSON and the bytes of float64 tables.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import json
 import math
+import time
+import zlib
 from collections.abc import Mapping
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from regard.health.watching.groups import find_given_groups, sketch_weights
 from regard.health.watching.sample import COLUMNS, LayerKey, LayerSample, empty_table, merge_ranks
 
-HEADER = 3  # met a new layer, seconds spent on measuring, seconds of training
-MEET = timedelta(seconds=60)  # how long the first sample waits for a monitor on every rank
+CLOSING = 5.0  # seconds that `close` waits for the samples of others
+PAUSE = 0.02
 _NUMBERS = itertools.count()
+
+
+@dataclass
+class Joined:
+    """A sample over ranks: its layers, the first step within the budget, and what is to be said about ranks."""
+
+    step: int
+    layers: list[LayerSample]
+    first_step: int = 1
+    absent: list[int] = field(default_factory=list)  # ranks that posted nothing
+    refused: str = ""  # why the ranks cannot be put together
+    loss: dict[str, Any] = field(default_factory=dict)  # of the first rank; lost where it is on any
+
+
+@dataclass
+class _Posted:
+    step: int
+    tables: dict[LayerKey, Tensor]
+    since: float
 
 
 class Ranks:
     """The ranks that sample together, or this process alone."""
 
-    def __init__(self, group: Any = None, tensor_group: Any = None, pipeline_group: Any = None) -> None:
-        self.group, self.tensor_group, self.pipeline_group = group, tensor_group, pipeline_group
-        self.agreed: list[LayerKey] = []
-        self.costs: list[tuple[float, float]] = []  # per rank: seconds spent on measuring, seconds of training
-        self.missing: list[int] = []  # ranks without a monitor
-        self._is_known, self._must_agree, self._number = False, True, next(_NUMBERS)
-        if self.is_distributed():
-            _store().set(self._key(dist.get_rank()), b"1")
+    def __init__(self, model: nn.Module, group: Any, tensor_group: Any, pipeline_group: Any, timeout: float) -> None:
+        self.model, self.timeout, self.alone = model, timeout, ""  # why this rank is alone
+        self.groups, self.is_known = find_given_groups(model, group, tensor_group, pipeline_group)
+        self.members: list[int] = []
+        self._posted: list[_Posted] = []
+        self._gone: set[int] = set()
+        self._has_compared = False
+        number = next(_NUMBERS)
+        if dist.is_available() and dist.is_initialized():
+            is_group = group is not None and not hasattr(group, "mesh_dim_names")
+            self.members = dist.get_process_group_ranks(group) if is_group else list(range(dist.get_world_size()))
+        if len(self.members) > 1:
+            store: Any = dist.distributed_c10d._get_default_store()
+            with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+                store = store.clone()  # its own connection: others may be waiting on theirs
+            self._store: Any = dist.PrefixStore(f"regard/monitor/{number}", store)
+            self._store.set(f"made/{dist.get_rank()}", "1")
 
     def is_distributed(self) -> bool:
-        """True if samples are gathered from several ranks."""
-        if self.missing or not (dist.is_available() and dist.is_initialized()):
-            return False
-        return dist.get_world_size(self.group) > 1
+        """True if samples are joined over several ranks."""
+        return len(self.members) > 1 and not self.alone and dist.is_initialized()
 
     def is_first(self) -> bool:
-        return not self.is_distributed() or dist.get_rank(self.group) == 0
+        """True on the rank that merges and writes: the first of those that are there."""
+        return not (len(self.members) > 1 and dist.is_initialized()) or dist.get_rank() == self._leader()
 
-    def _key(self, rank: int) -> str:
-        return f"regard/monitor/{self._number}/{rank}"
-
-    def find_missing(self) -> list[int]:
-        """Returns the ranks on which no monitor was made, once; from then on this process is alone."""
-        if self._is_known or not self.is_distributed():
-            return []
-        self._is_known = True
-        ranks = range(dist.get_world_size()) if self.group is None else dist.get_process_group_ranks(self.group)
-        try:
-            _store().wait([self._key(rank) for rank in ranks], MEET)
-        except (RuntimeError, dist.DistStoreError):
-            self.missing = [rank for rank in ranks if not _store().check([self._key(rank)])]
-        return self.missing
+    def _leader(self) -> int:
+        return next((rank for rank in self.members if rank not in self._gone), self.members[0])
 
     def key(self, order: int, label: str, heads: int) -> LayerKey:
         """Returns the key of a layer's heads on this rank."""
-        stage = 0 if self.pipeline_group is None else dist.get_rank(self.pipeline_group)
-        shard = 0 if self.tensor_group is None else dist.get_rank(self.tensor_group)
+        stage, shard = (0 if one is None else dist.get_rank(one) for one in (self.groups.pipeline, self.groups.tensor))
         return LayerKey(stage, order, label, shard * heads, heads)
 
-    def gather(self, tables: Mapping[LayerKey, Tensor], spent: float, elapsed: float) -> list[LayerSample]:
-        """Returns one table per layer, merged over ranks; the same on every rank."""
-        if not self.is_distributed():
-            self.costs = [(spent, elapsed)]
-            return merge_ranks(list(tables), [table[None] for table in tables.values()])
-        if self._must_agree:
-            known: list[Any] = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(known, [*self.agreed, *tables], group=self.group)
-            self.agreed = sorted({LayerKey(*key) for keys in known for key in keys})
-        met_new = any(key not in self.agreed for key in tables)
-        parts = [torch.tensor([float(met_new), spent, elapsed], dtype=torch.float64)]
-        parts += [(tables[key] if key in tables else empty_table(key.heads)).flatten() for key in self.agreed]
-        sent = torch.cat(parts).to(self._device())
-        world = dist.get_world_size(self.group)
-        received = sent.new_empty(world * len(sent))
-        dist.all_gather_into_tensor(received, sent, group=self.group)
-        whole = received.cpu().view(world, -1)
-        self._must_agree = bool(whole[:, 0].any())
-        self.costs = [(spent, elapsed) for _, spent, elapsed in whole[:, :HEADER].tolist()]
-        sizes = [key.heads * len(COLUMNS) for key in self.agreed]
-        each = whole[:, HEADER:].split(sizes, 1) if sizes else ()
-        shaped = [part.view(world, key.heads, -1) for key, part in zip(self.agreed, each, strict=True)]
-        return merge_ranks(self.agreed, shaped)
+    def post(
+        self, step: int, tables: dict[LayerKey, Tensor], spent: float, elapsed: float, loss: dict[str, Any]
+    ) -> None:
+        """Hands over this rank's tables of a step, and what it knows of its loss."""
+        head: dict[str, Any] = {"spent": spent, "elapsed": elapsed, "loss": loss}
+        if not (self._has_compared or self.is_known):
+            sketch = sketch_weights(self.model)
+            shapes = "\n".join(line.rpartition(" ")[0] for line in sketch.splitlines())
+            head["weights"] = [hashlib.md5(text.encode()).hexdigest() for text in (shapes, sketch)]
+        self._posted.append(_Posted(step, tables, time.monotonic()))
+        self._store.set(f"{step}/{dist.get_rank()}", _pack({**head, "keys": list(tables)}, list(tables.values())))
 
-    def _device(self) -> torch.device:
-        on_gpu = "nccl" in dist.get_backend(self.group)
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    def read(self, step: int, budget: float, least: float, closing: bool = False) -> list[Joined]:
+        """Returns the samples that are due at the beginning of `step`; all that can be had if the monitor is closing.
 
-    def first_step_within(self, budget: float, step: int, least: float) -> int:
-        """Returns the first step at which no rank has spent more than `budget` of its time, of `least` s at least."""
-        waits = [1.0]
-        for spent, elapsed in self.costs:
-            if spent > budget * max(elapsed, least) and elapsed > 0:
-                waits.append(step * spent / (budget * elapsed))
-        return math.ceil(max(waits))
+        budget, least: what `Monitor` may spend, for `first_step_within`.
+        """
+        found, until = [], time.monotonic() + CLOSING
+        while self._posted and self.is_distributed():
+            joined = self._read_next(step, budget, least, closing)
+            if joined is not None:
+                found.append(joined)
+            elif not closing or time.monotonic() > until:
+                break
+            else:
+                time.sleep(PAUSE)
+        return found
+
+    def _read_next(self, step: int, budget: float, least: float, closing: bool) -> Joined | None:
+        posted, own = self._posted[0], dist.get_rank()
+        joined = None
+        if own == self._leader() and not self._store.check([f"{posted.step}/joined"]):
+            self._join(posted, step, budget, least, closing)
+        if self._store.check([f"{posted.step}/joined"]):
+            head, tables = _unpack(self._store.get(f"{posted.step}/joined"))
+            if head["at"] > step and not closing:
+                return None
+            layers = [LayerSample(label, table) for (label, _), table in zip(head["layers"], tables, strict=True)]
+            joined = Joined(posted.step, layers, head["first"], head["absent"], head["refused"], head["loss"])
+            self._has_compared = True
+            self._gone.update(head["absent"])
+        elif time.monotonic() - posted.since > 2 * self.timeout:
+            self.alone = f"rank {self._leader()} has joined no sample for {2 * self.timeout:g} s"
+            joined = Joined(posted.step, self.merge_own(posted.tables))
+        if joined is not None:
+            self._posted.pop(0)
+        return joined
+
+    def _join(self, posted: _Posted, step: int, budget: float, least: float, closing: bool) -> None:
+        """Merges the tables of all ranks, once they have come or those that have not are late."""
+        wanted = [rank for rank in self.members if rank not in self._gone]
+        absent = [rank for rank in wanted if not self._store.check([f"{posted.step}/{rank}"])]
+        if (
+            absent
+            and time.monotonic() - posted.since < self.timeout
+            and not (self._are_missing(absent, posted) and (closing or step > posted.step + 1))
+        ):
+            return
+        ranks = [rank for rank in wanted if rank not in absent]
+        received = [_unpack(self._store.get(f"{posted.step}/{rank}")) for rank in ranks]
+        keyed = [
+            {LayerKey(*key): table for key, table in zip(head["keys"], tables, strict=True)}
+            for head, tables in received
+        ]
+        keys = sorted({key for tables in keyed for key in tables})
+        stacked = [torch.stack([tables.get(key, empty_table(key.heads)) for tables in keyed]) for key in keys]
+        layers = merge_ranks(keys, stacked)
+        losses = [one["loss"] for one, _ in received]
+        loss = {**losses[0], "lost": next((one["lost"] for one in losses if one["lost"]), "")}
+        costs = [(one["spent"], one["elapsed"]) for one, _ in received]
+        head = {
+            "at": step + 1, "layers": [(one.label, len(one.table)) for one in layers], "absent": absent,
+            "loss": loss, "first": first_step_within(costs, budget, posted.step, least),
+            "refused": self._compare([one.get("weights") for one, _ in received], ranks),
+        }  # fmt: skip
+        self._store.set(f"{posted.step}/joined", _pack(head, [one.table for one in layers]))
+        for rank in ranks:
+            self._store.delete_key(f"{posted.step}/{rank}")
+
+    def _are_missing(self, absent: list[int], posted: _Posted) -> bool:
+        """True if ranks without a sample never made a monitor: after a step of training together they would have."""
+        return self.find_unmade(absent) == absent and time.monotonic() - posted.since > 1.0
+
+    def ask(self, step: int) -> None:
+        """Asks every rank to take a sample of `step`, the next but one, because something looks wrong here."""
+        try:
+            self._store.set(f"look/{step}", b"1")
+        except Exception as error:
+            self.alone = f"{type(error).__name__}: {error}"
+
+    def is_asked(self, step: int) -> bool:
+        """True if a rank asked for a sample of `step`."""
+        try:
+            return self.is_distributed() and self._store.check([f"look/{step}"])
+        except Exception as error:
+            self.alone = f"{type(error).__name__}: {error}"
+            return False
+
+    def find_unmade(self, ranks: list[int]) -> list[int]:
+        """Returns those of the ranks on which no monitor was made."""
+        return [rank for rank in ranks if not self._store.check([f"made/{rank}"])]
+
+    def _compare(self, weights: list[Any], ranks: list[int]) -> str:
+        first = weights[0]
+        if first is None:
+            return ""
+        other = next((rank for rank, one in zip(ranks, weights, strict=True) if one is not None and one != first), None)
+        if other is None:
+            return ""
+        differs = weights[ranks.index(other)][0] != first[0]
+        return f"layers {ranks[0]} {other}" if differs else f"heads {ranks[0]} {other}"
+
+    def merge_own(self, tables: Mapping[LayerKey, Tensor]) -> list[LayerSample]:
+        """Returns one table per layer of this rank alone."""
+        return merge_ranks(list(tables), [table[None] for table in tables.values()])
 
 
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+def first_step_within(costs: list[tuple[float, float]], budget: float, step: int, least: float) -> int:
+    """Returns the first step at which no rank has spent more than `budget` of its time, of `least` s at least."""
+    waits = [1.0]
+    for spent, elapsed in costs:
+        if spent > budget * max(elapsed, least) and elapsed > 0:
+            waits.append(step * spent / (budget * elapsed))
+    return math.ceil(max(waits))
+
+
+def _pack(head: dict, tables: list[Tensor]) -> bytes:
+    numbers = b"".join(table.double().numpy().tobytes() for table in tables)
+    return zlib.compress(json.dumps(head).encode() + b"\n" + numbers, 1)
+
+
+def _unpack(message: bytes) -> tuple[dict, list[Tensor]]:
+    text, _, numbers = zlib.decompress(message).partition(b"\n")
+    head = json.loads(text)
+    sizes = [key[-1] for key in head["keys"]] if "keys" in head else [heads for _, heads in head["layers"]]
+    whole = torch.from_numpy(np.frombuffer(numbers, dtype=np.float64).copy()).view(-1, len(COLUMNS))
+    return head, list(whole.split(sizes)) if sizes else []

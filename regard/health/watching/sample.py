@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.health.checks import collapsed, dead, diffuse, dying_gradient, exploding_logits, scale_off
 from regard.health.readings.histogram import ROW
 from regard.health.readings.layer_reading import LayerReading
 
@@ -41,7 +42,8 @@ MEANS = {  # column -> the count that weights it
     "gate": "gate_rows",
 }
 NORMS = ("q_norm", "k_norm", "v_norm")
-FLAGS = ("exploding logits", "collapsed", "dying gradient", "scale off", "dead", "diffuse", "positional", "bounded")
+WATCHED = (exploding_logits, collapsed, dying_gradient, scale_off, dead, diffuse)  # checks made in every sample
+FLAGS = (*(check.RULE.kind for check in WATCHED), "positional", "bounded")
 COLUMNS = (*COUNTS, "max_logit", *MEANS, *FLAGS, "not_finite")
 AT = {name: column for column, name in enumerate(COLUMNS)}
 READ = tuple(name for name in MEANS if name in ROW)  # columns that are means of a reading
@@ -195,7 +197,7 @@ def flags_of(layers: Iterable[LayerSample]) -> dict[str, dict[tuple[str, int], f
     first, last = AT[FLAGS[0]], AT["not_finite"]
     for layer in layers:
         columns = layer.table.numpy()[:, first : last + 1]  # the flags, then not_finite
-        columns = np.where(columns[:, -1:] == 0, [*[0.0] * len(FLAGS), math.nan], 0.0) + columns
+        columns = np.where(columns[:, -1:] == 0, [*[0.0] * len(FLAGS), math.nan], 0.0) + columns  # 2: its input too
         for head, at in np.argwhere(~np.isnan(columns)).tolist():
             name = "not finite" if at == len(FLAGS) else FLAGS[at]
             found[name][layer.label, head] = float(columns[head, at])

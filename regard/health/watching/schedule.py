@@ -14,6 +14,8 @@ fine-tuning is watched too. With `every` below 8, one step in `every` is sampled
 ([1, 2, 3], [28, 30, 34, 38])
 """
 
+from collections.abc import Mapping
+
 PER_GAP = 10  # samples before the gap doubles; a trend needs as many
 DENSE_FROM = 8  # `every` from which on the start is denser than it
 CLOSER = 10  # samples in a row that a suspicious head may draw closer
@@ -40,6 +42,13 @@ class Schedule:
         if self._taken_at_gap >= PER_GAP and self.gap < self.every:
             self.gap, self._taken_at_gap = min(2 * self.gap, self.every), 0
         self._next = step + self.gap
+
+    def state(self) -> dict[str, int]:
+        """Returns where it is, for `load`."""
+        return {"gap": self.gap, "taken": self._taken_at_gap, "next": self._next}
+
+    def load(self, state: Mapping[str, int]) -> None:
+        self.gap, self._taken_at_gap, self._next = min(state["gap"], self.every), state["taken"], state["next"]
 
     def look_closer(self, step: int, is_suspicious: bool) -> None:
         """Makes the next step due if a head is suspicious, for a few samples in a row."""

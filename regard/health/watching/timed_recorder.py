@@ -15,17 +15,17 @@ import regard
 from regard._core.options import is_real
 from regard.health.capture.call import Call
 from regard.health.capture.interception import running_frame, uncaptured
-from regard.health.findings import collapsed, dead, diffuse, dying_gradient, exploding_logits, scale_off
-from regard.health.findings._finding import LOGIT_LIMIT, HeadList, positional_heads
+from regard.health.checks.finding import LOGIT_LIMIT, HeadList, positional_heads
 from regard.health.measurement.norms import add_norms
 from regard.health.measurement.postponed import MOST_BYTES, PostponedCall, can_wait, copy_first, measure_together
 from regard.health.measurement.recorder import HEADS_CHANGE, BatchReading, Layer, Recorder
 from regard.health.measurement.side_stream import HostCopies, record_event
 from regard.health.readings.heads import heads_of
 from regard.health.readings.layer_reading import LayerReading
-from regard.health.watching.sample import AT, fill_table
+from regard.health.watching.black_box import as_row, measure_worst_row
+from regard.health.watching.sample import AT, WATCHED, fill_table
 
-WATCHED = (exploding_logits, collapsed, dying_gradient, scale_off, dead, diffuse)
+MOST_WORST = 512  # layers whose worst row is kept
 
 
 class TimedRecorder(Recorder):
@@ -47,6 +47,9 @@ class TimedRecorder(Recorder):
         self._bytes = 0  # of their copies
         self._measured: list[tuple[tuple[str, int], BatchReading]] = []  # of postponed calls, by the layer's key
         self._copies = HostCopies()
+        self.tokens: Tensor | None = None  # ids that the forward was given
+        self._worst: dict[str, list[Tensor]] = {}  # by the layer's label: see `measure_worst_row`
+        self._inputs: dict[tuple[str, int], Tensor] = {}  # by the layer's key: NaN or infinite if an input was so
 
     @property
     def is_on_gpu(self) -> bool:
@@ -98,6 +101,7 @@ class TimedRecorder(Recorder):
         output = super().__call__(call, name, run_model)
         if self.layers[self.key].reason is None and call.obstacle is None:
             small = call.first_sequences(self.sequences)
+            self._look_at_inputs(self.key, small)
             add_norms(self._batch[self.key].reading.flat[None], small.q, small.k, small.v)
         return output
 
@@ -133,6 +137,8 @@ class TimedRecorder(Recorder):
             with torch.no_grad(), uncaptured(), self._side(device, calls, after=calls[-1].copied):
                 before = Moment.on(device)
                 try:
+                    for one in calls:
+                        self._look_at_inputs(one.key, one.call)
                     self._measured += zip(
                         (one.key for one in calls), measure_together(calls, self._measure), strict=True
                     )
@@ -140,6 +146,23 @@ class TimedRecorder(Recorder):
                     for one in calls:
                         self._note_failure(one.key, error)
                 self._calls.append((before, Moment.on(device)))
+
+    def _look_at_inputs(self, key: tuple[str, int], call: Call) -> None:
+        """Keeps whether the inputs are finite, and the row with the largest logit; on the device."""
+        with torch.no_grad():
+            self._inputs[key] = torch.stack([x.detach().float().sum() for x in (call.q, call.k, call.v)])
+            if call.q.numel() and call.k.numel() and len(self._worst) < MOST_WORST:
+                self._worst[self.layers[key].label] = measure_worst_row(call)
+
+    def is_input_lost(self, layer: Layer) -> bool:
+        """True if a query, key or value of the layer was not finite; an input alone tells nothing of the output."""
+        sums = self._inputs.get((layer.name, layer.use))
+        return sums is not None and not bool(sums.isfinite().all())
+
+    def worst_rows(self) -> dict[str, dict]:
+        """Returns layer → the row with the largest logit, as plain values; once the numbers are read."""
+        kinds = {layer.label: layer.dtype for layer in self.layers.values()}
+        return {label: as_row(parts, kinds.get(label)) for label, parts in self._worst.items()}
 
     def has_measured(self, layer: Layer) -> bool:
         """True if the layer has numbers to log."""
@@ -169,6 +192,13 @@ class TimedRecorder(Recorder):
                     copies.add(x, partial(setitem, mask.anomalies, name))
         for layer in self.layers.values():
             copies.add_attributes(layer, "gates")
+        for key, sums in self._inputs.items():
+            copies.add(sums, partial(setitem, self._inputs, key))
+        for parts in self._worst.values():
+            for at, x in enumerate(parts):
+                copies.add(x, partial(setitem, parts, at))
+        if self.tokens is not None:
+            copies.add(self.tokens, partial(setattr, self, "tokens"))
 
     def finish_batch(self) -> bool:
         """Reads the numbers of the forward, and keeps those of layers that passed the fidelity check."""
@@ -200,7 +230,7 @@ class TimedRecorder(Recorder):
             for finding in find(heads) if find is not None else module.find_in_layers(layers):
                 if finding.severity != "note":
                     for (index, head), number in zip(finding.places, finding.measured, strict=True):
-                        tables[index][head, AT[module.KIND]] = number
+                        tables[index][head, AT[finding.kind]] = number
         for head in positional_heads(heads)[1]:
             tables[head.index][head.head, AT["positional"]] = 1.0
 
@@ -236,6 +266,7 @@ class MaxLogitRecorder(TimedRecorder):
     def _copy_to_host(self, copies: HostCopies) -> None:
         for key, largest in self.largest.items():
             copies.add(largest, partial(setitem, self.largest, key))
+        super()._copy_to_host(copies)
 
     def finish_batch(self) -> bool:
         self._copies.finish()

@@ -1,4 +1,6 @@
-"""The timeline page of a monitor's JSONL file: alarms, curves over training, a map of layers over samples.
+"""The timeline page of monitors' JSONL files: a row per incident, curves over training, a map of layers over samples.
+
+Several runs are drawn over each other, each with its colour and dashes; the maps are those of the first.
 
 One HTML file without script and without network; the curves are SVG.
 """
@@ -7,13 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from regard.health.findings._finding import LOGIT_LIMIT
+from regard.health.checks.finding import LOGIT_LIMIT
 from regard.health.report.files import read_text
 from regard.health.report.page.document import escape, make_document
+from regard.health.watching.incidents import ORDER, group_of
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 660, 200, 52, 12, 12, 26
 COLUMNS = 160  # of a map, at most; more samples are put together
@@ -24,6 +27,8 @@ STYLE = """
 .point, .cool { fill: var(--accent); } .hot { fill: var(--critical); } .gap { fill: var(--line); }
 td, th { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
 td { white-space: normal; } td:first-child { font-variant-numeric: tabular-nums; }
+.run1 { stroke: #d1495b; stroke-dasharray: 7 3; } .run2 { stroke: #2a9d8f; stroke-dasharray: 2 3; }
+.run3 { stroke: #b5838d; stroke-dasharray: 9 3 2 3; } .key { display: inline-block; width: 2.2rem; height: .7rem; }
 table { border-collapse: collapse; width: 100%; }
 """
 
@@ -40,6 +45,7 @@ class Curve:
 
 
 CURVES = (
+    Curve("loss", "Loss, as the training passed it in"),
     Curve("max_logit", "Largest logit of any head; beyond 100 training is at risk", is_log=True, limit=LOGIT_LIMIT),
     Curve("entropy_ratio_min", "Entropy ratio of the sharpest head (1: uniform rows, 0: one key each)", fraction=True),
     Curve("entropy_ratio_mean", "Entropy ratio, mean over heads", fraction=True),
@@ -56,7 +62,23 @@ class Log:
     """What a monitor wrote: a dict per sample and per alarm."""
 
     samples: list[dict] = field(default_factory=list)
-    alarms: list[dict] = field(default_factory=list)
+    alarms: list[dict] = field(default_factory=list)  # every change of an incident
+
+    def incidents(self) -> list[dict]:
+        """Returns one dict per incident: the first line of it, with its gravest severity, its last text and its end."""
+        found: dict[tuple[str, str], dict] = {}
+        for alarm in self.alarms:
+            heads = alarm.get("heads") or [[""]]
+            key = alarm.get("cause") or alarm["alarm"], group_of(str(heads[0][0]))
+            one = found.setdefault(key, {**alarm, "alarm": key[0], "until": None})
+            one["text"] = alarm["text"]
+            one["action"] = alarm.get("action") or one.get("action", "")
+            if alarm.get("event") == "resolved":
+                one["until"] = alarm["step"]
+                continue
+            one["until"] = None
+            one["severity"] = max(one["severity"], alarm["severity"], key=_gravity)
+        return list(found.values())
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Returns (step, value) of a series, without missing values."""
@@ -87,40 +109,71 @@ def read_log(path: str | Path) -> Log:
     return log
 
 
-def render(log: Log, title: str) -> str:
-    steps = [sample["step"] for sample in log.samples]
-    serious = [alarm for alarm in log.alarms if alarm["severity"] != "note"]
-    first = f"First alarm at step {serious[0]['step']}: {serious[0]['text']}." if serious else "No alarm."
-    counted = f"{len(steps)} samples from step {steps[0]} to step {steps[-1]}, {len(serious)} alarms."
-    curves = [_draw_curve(log, curve) for curve in CURVES if log.series(curve.series)]
+def render(logs: Mapping[str, Log], title: str) -> str:
+    """Returns the page of one run, or of several over each other, by name."""
+    first = next(iter(logs.values()))
+    summaries = "".join(f"<p>{escape(_summarize(name, log, len(logs) > 1))}</p>" for name, log in logs.items())
+    curves = [_draw_curve(logs, curve) for curve in CURVES if any(log.series(curve.series) for log in logs.values())]
     body = f"""<header><p class="brand">regard · attention during training</p><h1>{escape(title)}</h1>
-<div class="summary"><p><strong>{escape(first)}</strong></p><p>{counted}</p></div></header>
-{_list_alarms(log)}
-<h2>Over the model</h2><p class="meaning">A vertical line is an alarm.</p><div class="grid">{"".join(curves)}</div>
-{_draw_map(log, "max_logit", "Largest logit per layer; red beyond 100", _heat_of_logit)}
-{_draw_map(log, "entropy_ratio_min", "Entropy ratio of each layer's sharpest head; red below 0.02", _heat_of_ratio)}
+<div class="summary">{summaries}</div>{_draw_key(logs)}</header>
+{"".join(_list_incidents(name if len(logs) > 1 else "", log) for name, log in logs.items())}
+<h2>Over the model</h2><p class="meaning">A vertical line is where an incident opened.</p>
+<div class="grid">{"".join(curves)}</div>
+{_draw_map(first, "max_logit", "Largest logit per layer; red beyond 100", _heat_of_logit)}
+{_draw_map(first, "entropy_ratio_min", "Entropy ratio of each layer's sharpest head; red below 0.02", _heat_of_ratio)}
 """
     return make_document(title, body, style=STYLE)
 
 
-def _list_alarms(log: Log) -> str:
-    if not log.alarms:
+def _gravity(severity: str) -> int:
+    return ORDER.index(severity) if severity in ORDER else 0
+
+
+def _summarize(name: str, log: Log, is_named: bool) -> str:
+    steps = [sample["step"] for sample in log.samples]
+    serious = [one for one in log.incidents() if one["severity"] != "note"]
+    first = f"First incident at step {serious[0]['step']}: {serious[0]['text']}." if serious else "No incident."
+    counted = f"{len(steps)} samples from step {steps[0]} to step {steps[-1]}, {len(serious)} incidents."
+    return f"{name + ': ' if is_named else ''}{first} {counted}"
+
+
+def _draw_key(logs: Mapping[str, Log]) -> str:
+    if len(logs) < 2:
+        return ""
+    marks = "".join(
+        f'<span><svg class="key" viewBox="0 0 35 10"><line class="line {_style_of(at)}" x1="0" x2="35" y1="5" y2="5"/>'
+        f"</svg> {escape(name)} </span>"
+        for at, name in enumerate(logs)
+    )
+    return f"<p>{marks}</p>"
+
+
+def _style_of(run: int) -> str:
+    return "" if run == 0 else f"run{(run - 1) % 3 + 1}"
+
+
+def _list_incidents(name: str, log: Log) -> str:
+    incidents = log.incidents()
+    if not incidents:
         return ""
     rows = "".join(
-        f'<tr class="{escape(alarm["severity"])}"><td>{alarm["step"]}</td>'
-        f'<td><span class="pill {escape(alarm["severity"])}">{escape(alarm["severity"])}</span></td>'
-        f"<td>{escape(alarm['alarm'])}</td><td>{escape(alarm['text'])}</td>"
-        f"<td>{escape(alarm.get('action', ''))}</td></tr>"
-        for alarm in log.alarms
+        f'<tr class="{escape(one["severity"])}"><td>{one["step"]}</td>'
+        f"<td>{'open' if one['until'] is None else one['until']}</td>"
+        f'<td><span class="pill {escape(one["severity"])}">{escape(one["severity"])}</span></td>'
+        f"<td>{escape(one['alarm'])}</td><td>{escape(one['text'])}</td><td>{escape(one['action'])}</td></tr>"
+        for one in incidents
     )
-    head = "<tr><th>step</th><th>severity</th><th>alarm</th><th>what was seen</th><th>what to do</th></tr>"
-    return f'<h2>Alarms</h2><div class="scroll"><table>{head}{rows}</table></div>'
+    head = "".join(f"<th>{x}</th>" for x in ("opened", "resolved", "severity", "cause", "what was seen", "what to do"))
+    title = f"Incidents of {escape(name)}" if name else "Incidents"
+    return f'<h2>{title}</h2><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
 
 
-def _draw_curve(log: Log, curve: Curve) -> str:
-    points = log.series(curve.series)
-    first, last = log.samples[0]["step"], log.samples[-1]["step"]
-    values = [value for _, value in points] + ([curve.limit] if curve.limit is not None else [])
+def _draw_curve(logs: Mapping[str, Log], curve: Curve) -> str:
+    runs = {at: log.series(curve.series) for at, log in enumerate(logs.values())}
+    every = [sample["step"] for log in logs.values() for sample in log.samples]
+    first, last = min(every), max(every)
+    values = [value for points in runs.values() for _, value in points]
+    values += [curve.limit] if curve.limit is not None else []
     low, high = (0.0, 1.0) if curve.fraction else (min(values), max(values))
     if curve.is_log:
         low, high = max(min(low, high / 10.0), high * 1e-6, 1e-3), max(high * 1.2, 1e-2)
@@ -134,9 +187,8 @@ def _draw_curve(log: Log, curve: Curve) -> str:
             share = math.log(max(value, low) / low) / math.log(high / low)
         return TOP + (HEIGHT - TOP - BOTTOM) * (1.0 - min(max(share, 0.0), 1.0))
 
-    path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
     parts = [f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
-             f'<text x="{LEFT - 6}" y="{y(v) + 4:.1f}" text-anchor="end">{v:g}</text>'
+             f'<text x="{LEFT - 6}" y="{y(v) + 4:.1f}" text-anchor="end">{v:.3g}</text>'
              for v in _ticks(low, high, curve.is_log)]  # fmt: skip
     parts += [
         f'<text x="{x(step):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">step {step}</text>'
@@ -146,15 +198,19 @@ def _draw_curve(log: Log, curve: Curve) -> str:
         at = f"{y(curve.limit):.1f}"
         parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>')
     parts += [
-        f'<line class="alarm {escape(alarm["severity"])}" x1="{x(alarm["step"]):.1f}" x2="{x(alarm["step"]):.1f}" '
-        f'y1="{TOP}" y2="{HEIGHT - BOTTOM}"><title>step {alarm["step"]}: {escape(alarm["text"])}</title></line>'
-        for alarm in log.alarms
-        if alarm["severity"] != "note"
+        f'<line class="alarm {escape(one["severity"])}" x1="{x(one["step"]):.1f}" x2="{x(one["step"]):.1f}" '
+        f'y1="{TOP}" y2="{HEIGHT - BOTTOM}"><title>step {one["step"]}: {escape(one["text"])}</title></line>'
+        for log in logs.values()
+        for one in log.incidents()
+        if one["severity"] != "note"
     ]
-    parts.append(f'<polyline class="line" points="{path}"/>')
-    if len(points) == 1:
-        parts.append(f'<circle class="point" cx="{x(points[0][0]):.1f}" cy="{y(points[0][1]):.1f}" r="3"/>')
-    return f"""<figure><figcaption>{escape(curve.title)}: <strong>{points[-1][1]:.3g}</strong> at the end</figcaption>
+    for run, points in runs.items():
+        path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+        parts.append(f'<polyline class="line {_style_of(run)}" points="{path}"/>')
+        if len(points) == 1:
+            parts.append(f'<circle class="point" cx="{x(points[0][0]):.1f}" cy="{y(points[0][1]):.1f}" r="3"/>')
+    ends = ", ".join(f"{points[-1][1]:.3g}" for points in runs.values() if points)
+    return f"""<figure><figcaption>{escape(curve.title)}: <strong>{ends}</strong> at the end</figcaption>
 <svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(curve.title)}">{"".join(parts)}</svg></figure>"""
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from regard.health.probing.task import finite
+from regard.health.probe.task import finite
 
 Scalars = dict[str, float]
 STEP_AXIS = "attention/step"

@@ -19,7 +19,7 @@ pytest.importorskip("numba")
 from row_oracle import INF, NAN, both_ways, oracle, scores
 
 from regard import normalizers
-from regard._backends.cpu import threads as _threads
+from regard._backends.cpu import tasks as _threads
 from regard._backends.cpu.jit import compile
 from regard._backends.cpu.rows import launch as rows
 
@@ -219,12 +219,7 @@ def test_many_threads_at_once_and_splits_of_any_size():
     assert torch.equal(torch.cat([rows.forward(part, choice)[0] for part in s[0].split(37)]), alone[0])
 
 
-@pytest.mark.parametrize("threads", ["OpenMP team", "pool"])
-def test_run_row_ranges_covers_every_row_once_and_passes_errors_on(threads, monkeypatch):
-    if threads == "pool":
-        monkeypatch.setattr(_threads, "_find_openmp", lambda: None)
-    elif _threads._find_openmp() is None:
-        pytest.skip("no OpenMP library is loaded")
+def test_run_row_ranges_covers_every_row_once_and_passes_errors_on():
     seen, lock = torch.zeros(1001, dtype=torch.int64), threading.Lock()
 
     def count(first, last):
@@ -239,13 +234,6 @@ def test_run_row_ranges_covers_every_row_once_and_passes_errors_on(threads, monk
         lambda first, last: _threads.run_row_ranges(count, 1001, cost=1e6), 2, cost=1e6
     )  # from inside
     assert (seen == 3).all()
-
-
-def test_an_interrupt_that_ctypes_drops_is_raised():
-    """A signal before the callback's first line: the calling thread never reaches the end of its ranges."""
-    with pytest.raises(KeyboardInterrupt):
-        _threads._run_on_team(lambda body, *_: None, lambda: None, 2)
-    _threads._run_on_team(lambda body, *_: body(None), lambda: None, 2)
 
 
 SECOND_PROCESS = """

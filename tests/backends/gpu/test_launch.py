@@ -64,6 +64,7 @@ def test_the_second_launch_of_a_key_is_direct(kernel):
     [
         dict(key="another"),
         dict(arguments=(None, 32)),
+        dict(arguments=((0, 1), 32)),
         dict(arguments=(0, 33)),
         dict(arguments=(0, 1)),
         dict(constants=(6,)),
@@ -91,12 +92,17 @@ def test_launch_keys(monkeypatch):
     plain = make(0, causal=True)
     assert launcher.launch_key(plain) is None  # no GPU, nothing is compiled
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    kinds = [launcher.launch_key(make(seed, causal=True)) for seed in (0, 1)]
-    assert kinds[0] == kinds[1]
-    others = make(0), make(0, m=22, causal=True), make(0, causal=True, strided=True), make(0, causal=True, stats=())
-    assert kinds[0] not in map(launcher.launch_key, others)
-    assert launcher.launch_key(plain, plain.q) != launcher.launch_key(plain, plain.q.transpose(2, 3))
-    assert launcher.launch_key(make(0, mask=True)) is None and launcher.launch_key(make(0, lengths=True)) is None
+    assert launcher.launch_key(plain) == launcher.launch_key(make(0, mask=True)) == plain.q.device
+
+
+def test_arguments_are_described_by_what_triton_looks_at():
+    """Lengths that grow by 16 are alike, and so are tensors of one dtype and alignment; nothing is kept alive."""
+    x = torch.zeros(4, 32)
+    alike = [launcher.describe((x, n, (0.5, None), (x, (32, 1)))) for n in (336, 352)]
+    assert alike[0] == alike[1]
+    others = (x.half(), 336, (0.5, None)), (x[0, 1:], 336, (0.5, None)), (x, 335, (0.5, None)), (x, 336, (0.5, 1))
+    found = [launcher.describe((*given, (x, (32, 1)))) for given in others]
+    assert len({*found, alike[0]}) == 5
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])

@@ -112,27 +112,6 @@ MASKED = [
     for dtype in (torch.float64, torch.bfloat16, torch.float16)
     for name in CHOICES
 ]
-PIECES = [Cut(512, 1, lanes=32, pieces=2), Cut(256, 1, parts=2, lanes=32, pieces=1)]
-
-
-@pytest.mark.parametrize("cut", PIECES, ids=["whole", "parts"])
-@pytest.mark.parametrize("name", ["softmax", pytest.param("softmax1", marks=pytest.mark.slow), "relu", "softpick"])
-def test_long_rows_in_pieces(name, cut, monkeypatch):
-    force_cut(monkeypatch, cut, backward=Cut(512, 1))
-    g = torch.Generator().manual_seed(5)
-    sizes = torch.tensor([1.0, 0.1, 10.0, 1.0, 1.0, 1.0])[:, None]
-    s, dp = (torch.randn(2, 6, 512, generator=g) * sizes).to(torch.bfloat16).to(DEVICE)
-    _compare(normalizers.get(name), s, dp, scale=0.7)  # nothing masked
-    s, dp = s[:, :300].contiguous(), dp[:, :300].contiguous()
-    mask = (torch.rand(6, 300, generator=g) < 0.7).to(DEVICE)
-    mask[3] = False
-    p, state, ds = _compare(normalizers.get(name), s, dp, mask=mask, scale=0.7)
-    assert (p[~mask] == 0).all() and (ds[~mask] == 0).all() and (state[:, 3] == 0).all()
-    s = s.clone()
-    s[1, 5], s[2, 299], s[4, :290], s[5] = math.nan, math.inf, -math.inf, -math.inf
-    p, state, ds = _both(normalizers.get(name), s, dp)
-    assert p[1:3].isnan().all() and ds[1:3].isnan().all() and p[[0, 3, 4, 5]].isfinite().all()
-    assert (p[4, :290] == 0).all() and (p[5] == 0).all() and (ds[5] == 0).all() and (state[:, 5] == 0).all()
 
 
 @pytest.mark.parametrize(("name", "dtype"), MASKED)
@@ -283,13 +262,6 @@ def ninth(tmp_path):
 
 def test_a_ninth_normalizer_runs_from_its_file(ninth, cut):
     _compare(ninth, *torch.randn(2, 4, 37).to(DEVICE))
-
-
-@pytest.mark.parametrize("cut", PIECES, ids=["whole", "parts"])
-def test_a_ninth_normalizer_in_pieces(ninth, cut, monkeypatch):
-    force_cut(monkeypatch, cut, backward=Cut(512, 1))
-    s, dp = torch.randn(2, 3, 512, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16).to(DEVICE)
-    _compare(ninth, s, dp, scale=0.7)
 
 
 COMPILE = """

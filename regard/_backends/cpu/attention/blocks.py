@@ -8,7 +8,7 @@ tasks with a single-threaded BLAS. A small problem is one block.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from regard._backends.cpu.attention.score_rows import score_kernel
 from regard._backends.cpu.jit.compile import precision_of
 from regard._backends.cpu.tasks import run_here, run_tasks
 from regard._core.problem import Problem
+from regard._core.remember import remember
 
 SCORES = 1 << 19  # scores in a block, about: they stay in the cache, and Python's share is small
 ROWS, MIN_ROWS = 128, 8  # rows of a block: ROWS even at four times the scores, never fewer than MIN_ROWS
@@ -28,6 +29,8 @@ PARTIAL_BYTES = 64 << 20  # what backward may spend on partial sums of dk and dv
 SMALL = 1 << 16  # scores of the problem up to which it is one block on the calling thread
 FAR = 1 << 62  # no limit to the left or right
 NO_PARAMS = torch.zeros(0, 0)
+MADE = 256  # combinations of sizes whose blocks are kept
+_made: dict[Hashable, Blocks] = {}
 
 
 class Task(NamedTuple):
@@ -123,6 +126,23 @@ class Scratch:
         return buffer.view(-1)[: math.prod(shape)].view(shape)
 
 
+def make_blocks(problem: Problem, owned: Sequence[bool] = (True, True, True)) -> Blocks:
+    """The blocks of a problem; those that follow from sizes alone are made once for each combination of sizes."""
+    if not problem.key_lengths is problem.interval is problem.mask is None:
+        return Blocks(problem, owned)
+    positions = problem.first_query, problem.first_key, problem.reach
+    key = problem.q.shape, problem.v.shape, problem.accumulator, positions, tuple(owned)
+    found = _made.get(key)
+    if found is None:
+        found = remember(_made, key, Blocks(problem, owned), MADE)
+        if found.is_small and found.tasks:
+            (found.whole,) = found.blocks_of(found.tasks[0][0])
+        found.problem = problem.without_tensors()  # nothing of the user's is kept alive
+    own = object.__new__(Blocks)
+    own.__dict__.update(found.__dict__, problem=problem)
+    return own
+
+
 class Blocks:
     """The tasks and blocks of a problem.
 
@@ -163,6 +183,7 @@ class Blocks:
             width = max(1, min(width, self.intervals.width))
         total = self.batch * self.heads * self.queries
         self.parts, self.tasks = 1, []
+        self.whole: Block | None = None  # the only block, where it has been made
         if self.is_small:
             self.step = self.most = self.queries
             if total:
@@ -209,6 +230,9 @@ class Blocks:
 
     def blocks_of(self, task: Task, are_finite: bool = True) -> Iterator[Block]:
         """The blocks of a task, the last queries first; documents share no block if not all keys `are_finite`."""
+        if self.whole is not None:
+            yield self.whole
+            return
         if self.intervals is not None:
             for i0, i1, j0, j1 in reversed(self._cut(task, apart=not are_finite)):
                 yield Block(self, task, task.i0 + i0, task.i0 + i1, j0, max(j0, j1))

@@ -1,4 +1,4 @@
-"""Turns the sums of a row into its statistics, in float64: `statistics.State.finish`, compiled.
+"""Turns the sums of a row into its statistics, in float64: the functions of `statistics.definitions`, compiled.
 
 The maximum is kept out of the sums, so that nothing cancels in a row that is nearly one-hot; see `regard.statistics`.
 """
@@ -28,53 +28,49 @@ from regard._backends.cpu.attention.forward_rows import (
     V,
 )
 from regard._backends.cpu.jit.compile import prim, tile
+from regard.statistics import NAMES
 
+VISIBLE_KEYS, MAX_LOGIT = NAMES.index("visible_keys"), NAMES.index("max_logit")
 LARGEST_EXPONENT = 709.0  # of a finite exponential
 
 
-def finish_rows(sums, parameter, sink, wanted, stats, values):
-    """stats[k, r] ← statistic number wanted[k] of statistics.NAMES, from the sums [17, rows]; values: room for all."""
+def finish_rows(sums, parameter, sink, wanted, bare, stats, values):
+    """stats[k, r] ← statistic number wanted[k] of statistics.NAMES, from the sums [17, rows]; values: room for all.
+
+    bare: what each is of a row that sees no key.
+    """
     for r in range(sums.shape[1]):
         row = sums[:, r]
-        values[0], values[1] = row[N], row[TOP]
         if row[N] == 0.0:
-            values[1:] = 0.0
-            values[1], values[4] = -math.inf, -math.inf
+            for k in range(len(values)):
+                values[k] = bare[k]
         elif row[TOP] < math.inf:
-            finish_row(row, parameter[min(r, len(parameter) - 1)], np.float64(sink[min(r, len(sink) - 1)]), values)
+            made = make_row(row, parameter[min(r, len(parameter) - 1)], np.float64(sink[min(r, len(sink) - 1)]))
+            for at, finish in tile.statistics:  # one after the other, when the template is filled in
+                values[at] = finish(made)
         else:  # a NaN or +inf among the logits: there are no weights to describe
-            values[2:] = math.nan
+            values[:] = math.nan
+            values[VISIBLE_KEYS], values[MAX_LOGIT] = row[N], row[TOP]
         for k in range(len(wanted)):
             stats[k, r] = values[wanted[k]]
 
 
-def finish_row(row, theta, sink, values):
-    """The statistics from mean_logit on, in the order of statistics.NAMES."""
+def make_row(row, theta, sink):
+    """`statistics.definitions.Row` from the sums of a row."""
     m, c = tile.finish_shift(row)
     top, ties = row[TOP], row[TIES]
     u, v = tile.weight(top, m, c, theta), tile.norm(top, m, c, theta)
     slope, cross = tile.weight_slope(top, m, c, theta), tile.slope_product(top, m, c, theta)
     inverse, gain, lse = tile.sharpness(row, sink, u, v, slope, cross)
-    values[2], values[3], values[4] = row[MEAN], row[M2] / row[N], lse
-    values[10], values[13] = row[SUPPORT], prim.maximum(gain, 0.0)
-    values[9] = u * inverse
-    if not (u > 0.0):
-        values[5:9] = 0.0
-        values[11:13] = 0.0
-        return
-    others = row[U] / u
-    count = ties + others  # Σu / u_max ≥ 1
-    lower = (row[LOG_U] - math.log(u) * row[U]) / u
-    entropy = prim.maximum(math.log1p((ties - 1.0) + others) - lower / count, 0.0)
-    square = u * u  # may underflow, as every square then does
+    alive = u > 0.0
+    unit = u if alive else np.float64(1.0)
+    square = unit * unit  # may underflow, as every square then does
     squares = ties + (row[SQUARE] / square if square != 0.0 else row[SQUARE])
-    values[5], values[6], values[7], values[8] = (
-        u * count * inverse,
-        entropy,
-        math.exp(entropy),
-        count * count / squares,
-    )
-    values[11], values[12] = row[DISTANCE] / (u * count), row[FIRST_U] / (u * count)
+    lower = (row[LOG_U] - math.log(unit) * row[U]) / unit
+    return prim.Row(
+        row[N], top, row[MEAN], row[M2], ties, unit, row[U] / unit, lower, squares, row[DISTANCE], row[FIRST_U],
+        row[SUPPORT], inverse, u * inverse, gain, lse, alive,
+    )  # fmt: skip
 
 
 def plain_finish_shift(row):

@@ -16,24 +16,11 @@ from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel
 from regard.normalizers import Normalizer, Ratio, Threshold
 from regard.normalizers._families import nothing
 from regard.statistics import NAMES
+from regard.statistics.definitions import DEFINITIONS
 
-REQUIRED_SUMS = dict(  # statistic -> the sums it takes beside those that are always kept
-    visible_keys=None,
-    max_logit=None,
-    mean_logit="sums_logits",
-    logit_variance="sums_logits",
-    logsumexp="sums_exponentials",
-    mass=None,
-    entropy="sums_weights",
-    effective_keys="sums_weights",
-    participation="sums_weights",
-    max_weight=None,
-    support="sums_weights",
-    distance="sums_distance",
-    first_key_mass=None,
-    gradient_gain="sums_weights",
-)
-FLAGS = ("sums_logits", "sums_weights", "sums_distance", "sums_exponentials")
+REQUIRED_SUMS = {name: one.sums and f"sums_{one.sums}" for name, one in DEFINITIONS.items()}
+BARE = np.array([one.bare for one in DEFINITIONS.values()])
+FLAGS = tuple(sorted({sums for sums in REQUIRED_SUMS.values() if sums}))
 OWN = (
     "numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "parameter_slope",
 )  # fmt: skip
@@ -65,6 +52,7 @@ def finish_kernel(normalizer: Normalizer, stats: tuple[str, ...]) -> tuple[Calla
     family = "exponential" if _is_exponential(normalizer) else normalizer.family
     functions = dict(
         sharpness=getattr(finish, f"{family}_sharpness"),
+        statistics=tuple(one.finish for one in DEFINITIONS.values()),
         finish_shift=finish.threshold_finish_shift if family == "threshold" else finish.plain_finish_shift,
     )
     wanted = np.array([NAMES.index(name) for name in stats])

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from regard._backends.cpu.attention import kernels
-from regard._backends.cpu.attention.blocks import Block, Blocks, Scratch, Task
+from regard._backends.cpu.attention.blocks import Block, Blocks, Scratch, Task, make_blocks
 from regard._backends.cpu.attention.dropout import apply_dropout
 from regard._backends.cpu.attention.forward_rows import FIELDS
 from regard._backends.cpu.attention.kernels import MAX_LANES, NO_SINK
-from regard._backends.cpu.attention.small import plan as plan
 from regard._backends.cpu.attention.tangent import compute_tangent
 from regard._backends.cpu.jit.compile import precision_of
 from regard._core.problem import Along, Forward, Gradients, Problem, Upstream
@@ -42,18 +41,18 @@ INPUTS = ("q", "k", "v", "bias", "temperature", "sink", "row_bias", "relative", 
 
 def forward(problem: Problem) -> Forward:
     """o [B, H, M, E], the row state and the statistics named in `problem.stats`; see `regard._core.problem`."""
-    return Forward(*compute_forward(detach_problem(problem), problem.q.dtype))
+    return Forward(*compute_forward(problem, problem.q.dtype))
 
 
 def attend(problem: Problem) -> tuple[Tensor, Tensor]:
     """o and the statistics of a call that needs no gradient."""
-    o, _, _, stats = compute_forward(detach_problem(problem), problem.q.dtype)
+    o, _, _, stats = compute_forward(problem, problem.q.dtype)
     return o, stats
 
 
 def compute_forward(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o in the given dtype, shift and z [B, H, M], and the statistics."""
-    blocks, wide, rows = Blocks(problem), problem.accumulator, problem.q.shape[:3]
+    """o in the given dtype, shift and z [B, H, M], and the statistics; tasks run without gradients."""
+    blocks, wide, rows = make_blocks(problem), problem.accumulator, problem.q.shape[:3]
     o = torch.empty((*rows, problem.v.shape[-1]), dtype=dtype)
     shift, z = torch.empty(rows, dtype=wide), torch.empty(rows, dtype=wide)
     fields = FIELDS if problem.stats else 0
@@ -80,7 +79,7 @@ def compute_forward(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tenso
             if problem.stats:
                 finish, wanted = kernels.finish_kernel(normalizer, problem.stats)
                 found = np.empty((len(wanted), block.count))
-                finish(sums, theta, sink, wanted, found, np.empty(len(NAMES)))
+                finish(sums, theta, sink, wanted, kernels.BARE, found, np.empty(len(NAMES)))
                 stats[(slice(None), *block.rows)] = torch.from_numpy(found).view(len(found), *block.size)
 
     blocks.run(work)
@@ -124,7 +123,7 @@ def compute_gradients(problem: Problem, upstream: Upstream, rows: Callable, dtyp
     if upstream.relative and problem.relative is not None:
         drelative = torch.zeros(problem.relative.shape, dtype=wide)
         owned[0] = owned[2] = False
-    blocks = Blocks(problem, owned)
+    blocks = make_blocks(problem, owned)
     dq = torch.empty(problem.q.shape, dtype=dtype)
     dk, dv = (KeyGradient(blocks, x, dtype) for x in (problem.k, problem.v))
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from regard._backends.cpu.attention import kernels
-from regard._backends.cpu.attention.blocks import Block, Blocks, Scratch, Task
+from regard._backends.cpu.attention.blocks import Block, Scratch, Task, make_blocks
 from regard._backends.cpu.jit.compile import precision_of
 from regard._core.problem import Along, Forward, Problem
 
 
 def compute_tangent(problem: Problem, forward: Forward, along: Along) -> Tensor:
     """o′ [B, H, M, E] in q's dtype, for tangents of q, k and v."""
-    blocks, moved = Blocks(problem), Blocks(_move(problem, along))
+    blocks, moved = make_blocks(problem), make_blocks(_move(problem, along))
     out = torch.empty_like(forward.o)
     kernel = kernels.tangent_kernel(problem.choice.normalizer, precision_of(problem.accumulator))
     theta = problem.choice.theta or 0.0

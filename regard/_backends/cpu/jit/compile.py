@@ -18,6 +18,7 @@ a compilation is numba's work on these functions, and kernels differ in few of t
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import hashlib
 import math
@@ -48,12 +49,10 @@ from numba import {real} as real, njit
 
 from regard._backends.cpu.jit import primitives as prim
 from regard._backends.cpu.jit.compile import share
-from regard._backends.cpu.jit.linked import LinkedCompiler
 
 tl = prim
 strict = dict(fastmath={{"contract"}}, error_model="numpy", _nrt=False)
-linked = dict(pipeline_class=LinkedCompiler, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-inner = share(njit(forceinline=True, **linked, **strict))
+inner = share(njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **strict))
 outer = njit(cache=True, nogil=True, no_cfunc_wrapper=True, **strict)
 
 """
@@ -168,6 +167,18 @@ class _Binder(ast.NodeTransformer):
         node.body = [self.visit(statement) for statement in node.body]
         return node
 
+    def visit_For(self, node: ast.For) -> ast.AST | list[ast.AST]:
+        """Write the body of `for at, function in tile.name` once for each function of a tuple."""
+        name = node.iter.attr if isinstance(node.iter, ast.Attribute) and ast.unparse(node.iter.value) == "tile" else ""
+        if not isinstance(self.writer.tiles.get(name), tuple):
+            return self.generic_visit(node)
+        at, called = (x.id for x in node.target.elts)  # type: ignore[attr-defined]
+        bodies = []
+        for place, function in enumerate(self.writer.tiles[name]):
+            names = {at: ast.Constant(place), called: ast.Name(self.writer.add(function, is_tile=True), ast.Load())}
+            bodies += [_Renamer(names).visit(copy.deepcopy(statement)) for statement in node.body]
+        return bodies
+
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if not (isinstance(node.value, ast.Name) and node.value.id == "tile"):
             return self.generic_visit(node)
@@ -216,6 +227,16 @@ class _Binder(ast.NodeTransformer):
         return node
 
 
+class _Renamer(ast.NodeTransformer):
+    """Puts nodes in the place of names."""
+
+    def __init__(self, names: dict[str, ast.expr]) -> None:
+        self.names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copy.deepcopy(self.names.get(node.id, node))
+
+
 def _real_call(value: float) -> ast.Call:
     number = repr(value) if math.isfinite(value) else str(value).replace("inf", "math.inf").replace("nan", "math.nan")
     return ast.Call(ast.Name("real", ast.Load()), [ast.parse(number, mode="eval").body], [])
@@ -223,7 +244,7 @@ def _real_call(value: float) -> ast.Call:
 
 @functools.cache
 def _primitives_hash() -> str:
-    names = "primitives.py", "intrinsics.py", "vectors.py", "linked.py"
+    names = "primitives.py", "intrinsics.py", "vectors.py"
     sources = b"".join((Path(__file__).parent / name).read_bytes() for name in names)
     return hashlib.sha256(sources).hexdigest()[:16]
 

@@ -25,7 +25,6 @@ from regard._backends.cpu.jit.intrinsics import (  # noqa: F401
     minimum,
     where,
 )
-from regard._backends.cpu.jit.linked import LinkedCompiler
 from regard._backends.cpu.jit.vectors import (  # noqa: F401
     compress,
     compress_index,
@@ -34,8 +33,9 @@ from regard._backends.cpu.jit.vectors import (  # noqa: F401
     side_maximum,
     side_moments,
 )
+from regard.statistics.definitions import Row  # noqa: F401
 
-STRICT = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True, "pipeline_class": LinkedCompiler}
+STRICT = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True}
 
 abs = abs
 sqrt = math.sqrt

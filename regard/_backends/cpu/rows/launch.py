@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel, precision_of
 from regard._backends.cpu.rows import pointwise, ratio, threshold
-from regard._backends.cpu.threads import SMALL, run_row_ranges
+from regard._backends.cpu.tasks import SMALL, run_row_ranges
 from regard.normalizers import Choice, Normalizer
 
 SCRATCH, PADDING, MIN_WIDTH = 4, 32, 2048  # rows of working space per thread; room behind each for whole vectors

@@ -29,6 +29,8 @@ HALF = {
     "tangent": ((64, 64, 4, 3, False), (128, 64, 8, 2, True), (64, 32, 8, 2, False)),
     "backward_dq": ((64, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 32, 8, 1, False)),
     "backward_dkv": ((64, 64, 4, 2, True), (64, 64, 4, 2, True), (32, 64, 8, 1, False)),
+    "received": ((64, 128, 8, 3, True), (64, 128, 8, 3, True), (64, 64, 8, 1, False)),
+    "top_keys": ((64, 64, 4, 3, True), (64, 64, 4, 3, True), (64, 64, 8, 1, False)),
     "backward_product": ((128, 64, 8, 3, True), (128, 64, 8, 3, True)),
     "backward_bias": ((64, 64, 4, 1, False), (64, 64, 4, 1, False), (32, 32, 4, 1, False)),
 }
@@ -38,7 +40,12 @@ LEARNING = {"backward_dq": {0: (64, 32, 4, 3, False), 1: (64, 32, 4, 2, True)}}
 POWERS = {"forward_threshold": {0: (128, 64, 8, 3, False)}, "backward_dkv": {0: (32, 64, 4, 2, True)}}
 DOUBLE = {"backward_dq": {1: (64, 64, 4, 2, True)}, "tangent": {1: (128, 32, 8, 3, True)}}
 # heads up to 128 where that engine cannot read the inputs
-PLAIN = {"backward_dq": (128, 64, 8, 3, False), "backward_dkv": (64, 128, 8, 2, False)}
+PLAIN = {
+    "backward_dq": (128, 64, 8, 3, False),
+    "backward_dkv": (64, 128, 8, 2, False),
+    "received": (64, 64, 8, 2, False),
+    "top_keys": (64, 64, 4, 2, False),
+}
 DECODE = (128, 4, 3, False), (64, 4, 3, False), (32, 4, 2, False)  # the same without the queries
 SINGLE = {  # (queries, keys, warps) of float32 for head dims up to 64, 128 and more
     "tangent": ((64, 32, 8), (16, 32, 4), (16, 16, 4)),

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
-from operator import attrgetter
 
 import torch
 
 from regard._backends.gpu import tape
 from regard._backends.gpu.attention import registry
-from regard._backends.gpu.attention.backward import cudnn
 from regard._backends.gpu.attention.backward.bias import compute_bias_gradient, sum_key_gradient
 from regard._backends.gpu.attention.backward.call import BackwardCall, add_statistic_terms
 from regard._backends.gpu.attention.backward.slopes import State
@@ -22,19 +20,10 @@ from regard._backends.gpu.attention.config import config_of, count_blocks, has_k
 from regard._backends.gpu.attention.masks.dense import pack_mask
 from regard._backends.gpu.attention.tangent import compute_tangent
 from regard._backends.gpu.launcher import launch, on_device_of
-from regard._core.problem import Along, Forward, Gradients, Problem, Upstream
+from regard._core.device import allowed_backends
+from regard._core.problem import Along, Forward, Gradients, Problem, Upstream, tensors_of
 
 BLOCK_ROWS = 128  # of the largest block
-
-
-OPTIONS = (
-    "choice", "scale", "softcap", "score", "causal", "left", "right", "stats", "first_query", "first_key", "queries",
-)  # fmt: skip
-options_of = attrgetter(*OPTIONS)
-tensors_of = attrgetter(
-    "q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "interval", "row_bias", "relative",
-    "theta", "score_params",
-)  # fmt: skip
 
 
 def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
@@ -57,11 +46,7 @@ def _run_recorded(name: str, problem: Problem, o: torch.Tensor | None, pick: Cal
         if not _has_tape(problem):
             return compute()
         inputs = (*tensors_of(problem), o)
-        if problem.kind is not None and o is None:
-            key: Hashable = (name, problem.kind, problem.stats, tape.alignment_of(inputs[:3]))
-        else:
-            key = name, options_of(problem), tape.key_of(inputs)
-        return tape.run(key, inputs, compute)
+        return tape.run((name, problem.key, problem.stats, tape.key_of(inputs)), inputs, compute)
 
 
 def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
@@ -95,12 +80,6 @@ def _run_forward(p: Problem, result: Forward) -> None:
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     """Compute the gradients of q, k, v and of what `upstream` asks for."""
-    if problem.kind is not None and not upstream.stats:
-        facts = problem.kind.facts
-        if "cudnn" not in facts:
-            facts["cudnn"] = forward.o.numel() > 0 and cudnn.why_not(problem, has_statistics=False) is None
-        if facts["cudnn"] and not torch.are_deterministic_algorithms_enabled():
-            return cudnn.backward(problem, forward, upstream)
 
     def compute() -> tuple:
         do = replace(upstream, o=_gather_entries(upstream.o))
@@ -114,8 +93,8 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
         wants = *biases, upstream.temperature, upstream.sink, upstream.theta, tuple(upstream.stats)
         saved = forward.o, forward.shift, forward.z, forward.stats, upstream.o, *upstream.stats.values()
         inputs = (*tensors_of(problem), *saved)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        key = "backward", options_of(problem), wants, deterministic, tape.key_of(inputs)
+        modes = torch.are_deterministic_algorithms_enabled(), allowed_backends()
+        key = "backward", problem.key, problem.stats, wants, modes, tape.key_of(inputs)
         return Gradients(*tape.run(key, inputs, compute))
 
 
@@ -130,7 +109,7 @@ def tangent(problem: Problem, forward: Forward, along: Along) -> torch.Tensor:
         if not _has_tape(problem):
             return compute()[0]
         inputs = *tensors_of(problem), forward.o, forward.shift, forward.z, along.q, along.k, along.v
-        return tape.run(("tangent", options_of(problem), tape.key_of(inputs)), inputs, compute)[0]
+        return tape.run(("tangent", problem.key, tape.key_of(inputs)), inputs, compute)[0]
 
 
 def _has_tape(p: Problem) -> bool:

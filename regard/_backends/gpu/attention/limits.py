@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from regard._core import problem
 from regard._core.device import has_bulk_copies, supports_gluon
 from regard._core.problem import Problem
 
-OPTIONS = {
-    "softcap": "a soft cap",
-    "score": "a score function",
-    "bias": "a bias",
-    "row_bias": "a bias per query",
-    "relative": "a bias by relative position",
-    "interval": "an interval of keys per query",
-    "mask": "a dense mask",
-    "temperature": "a temperature per query",
-    "key_lengths": "key lengths",
-    "theta": "a parameter per query",
-}
 GLUON_TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def find_option(p: Problem, *names: str) -> str | None:
     """Name the first of these options that the call has; dropout counts as one always."""
-    for name in names:
-        if getattr(p, name) is not None:
-            return OPTIONS[name]
-    return "dropout" if p.dropout_p > 0.0 else None
+    return problem.find_option(p, *names, "dropout_p")
 
 
 def find_gluon_obstacle(p: Problem) -> str | None:

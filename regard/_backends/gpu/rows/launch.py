@@ -18,9 +18,9 @@ from triton import knobs
 
 from regard._backends.gpu import bundle, tape
 from regard._backends.gpu.launcher import launch, on_device_of
-from regard._backends.gpu.rows.plan import Cut, ResidentCut, RowKernel, Rows, choose, next_power_of_2
+from regard._backends.gpu.rows.plan import Cut, RowKernel, Rows, choose, next_power_of_2
 from regard._backends.gpu.rows.traits import probe_traits
-from regard._core.device import sm_count, supports_gluon
+from regard._core.device import sm_count
 from regard._core.dtypes import accumulator
 from regard.normalizers import Choice
 
@@ -65,18 +65,18 @@ def plan(like: Tensor, choice: Choice, scale: float) -> Callable[[Tensor], Tenso
     """Return a function s ↦ normaliser(scale·s) for tensors s [..., N] of the shape, strides and dtype of `like`."""
     if not like.is_cuda or like.numel() > SMALL:
         return lambda s: _forward(s.contiguous(), choice, None, None, scale)[0]
-    kind, state = object(), _empty_state(like)  # the row state is written, and read by nobody
+    kind = object()
 
     def normalize(s: Tensor) -> Tensor:
         s = s.contiguous()
 
         def compute() -> tuple[Tensor]:
             p = torch.empty_like(s)
-            _Launch("forward", s, (s, p, state), choice, None, None, scale).run()
+            _Launch("forward", s, (s, p, _empty_state(s)), choice, None, None, scale).run()  # nobody reads the state
             return (p,)
 
         with on_device_of(s):
-            return tape.run((kind, s.data_ptr() % 16 == 0), (s, state), compute)[0]
+            return tape.run((kind, s.data_ptr() % 16 == 0), (s,), compute)[0]
 
     return normalize
 
@@ -106,19 +106,6 @@ def backward(
         return tape.run(("rows backward", choice, scale, tape.key_of(inputs)), inputs, compute)[0]
 
 
-def _explain_not_copyable(tensors: tuple[Tensor, ...], F: Any, theta: Tensor | None, mask: Tensor | None) -> str | None:
-    """Why rows of these tensors cannot be resident: None if 16 bytes of each can be copied at a time, on Hopper."""
-    if mask is not None or theta is not None:
-        return "a mask or a parameter per row"
-    if tensors[0].shape[-1] <= 4096:
-        return "short rows"
-    if any(not x.is_cuda or x.shape[-1] % 16 or x.data_ptr() % 16 or x.dtype != tensors[0].dtype for x in tensors):
-        return "rows that 16-byte copies cannot read"
-    if len(tensors) == 2 and F.slope_of_weight is None and (F.family != "ratio" or F.shift == "none"):
-        return "slopes that are not 0 at −inf"
-    return None if supports_gluon(tensors[0].device) else "not Hopper, or a Triton below 3.6"
-
-
 class _Launch:
     """One call's arguments, and the kernel and launch numbers that the plan chooses for it."""
 
@@ -135,33 +122,15 @@ class _Launch:
         self.numbers = float(scale), theta_number
         kind = "proportional" if getattr(choice.normalizer, "proportional", False) else F.family
         processors = sm_count(s.device) if s.is_cuda else 0
-        not_copyable = _explain_not_copyable(tensors[:1] if direction == "forward" else tensors[:2], F, theta, mask)
         kind = "softmax" if F.exponential else kind
         self.shape = s.numel() // s.shape[-1], s.shape[-1]
-        self.rows = Rows(direction, kind, *self.shape, s.element_size(), processors, not_copyable)
+        self.rows = Rows(direction, kind, *self.shape, s.element_size(), processors)
 
     def run(self) -> None:
         kernel, cut = choose(self.rows)
         function = getattr(importlib.import_module(f"regard._backends.gpu.rows.{kernel.module}"), kernel.name)
         with on_device_of(self.s):
-            if isinstance(cut, ResidentCut):
-                self._run_resident(function, cut)
-            else:
-                self._run_tiles(function, kernel, cut)
-
-    def _run_resident(self, function: Any, cut: ResidentCut) -> None:
-        from regard._backends.gpu.rows.resident.buffers import Config
-
-        fast = bool(self.F.exponential) and self.rows.size == 4
-        config = Config(
-            self.F, self.traits, len(self.tensors) - 2, TOLERANCE[self.s.dtype], cut.chunk, cut.chunks,
-            HELD=cut.chunks - 2, VECTOR=16 // self.rows.size,
-            EVEN=cut.chunks * cut.chunk == self.rows.length, SCALED=fast and self.numbers[0] != 1.0, FAST=fast,
-            CAREFUL=fast or (self.rows.size == 4 and self.F.differs), PHASES=cut.phases,
-        )  # fmt: skip
-        arguments = *self.tensors, *self.shape, *self.numbers
-        options = dict(num_warps=cut.warps, maxnreg=cut.registers, enable_fp_fusion=True)
-        launch(None, function, cut.programs, arguments, (config,), **options)
+            self._run_tiles(function, kernel, cut)
 
     def _run_tiles(self, function: Any, kernel: RowKernel, cut: Cut) -> None:
         from regard._backends.gpu.rows.solver import Solver
@@ -174,7 +143,7 @@ class _Launch:
         constants = dict(
             F=F, ROWS=cut.rows, COLUMNS=cut.columns, PARTS=parts, HAS_MASK=self.mask is not None,
             HAS_THETA=self.theta is not None, TRAITS=self.traits, AGAIN=cut.again, AHEAD=cut.ahead, STEP=cut.step,
-            LANES=cut.lanes, PIECES=cut.pieces, VECTOR=vector, GROUPS=groups, SCALED=self.numbers[0] != 1.0, C=solver,
+            LANES=cut.lanes, VECTOR=vector, GROUPS=groups, SCALED=self.numbers[0] != 1.0, C=solver,
         )  # fmt: skip
         options = {"num_warps": cut.warps, "enable_fp_fusion": True}
         if cut.registers is not None:

@@ -2,10 +2,9 @@
 
 `choose` takes the first kernel that supports the rows. All numbers are what was fastest on an H200.
 
->>> rows = Rows("forward", "softmax", count=1000, length=50257, size=2, processors=132, not_copyable="odd length")
->>> kernel, cut = choose(rows)
+>>> kernel, cut = choose(Rows("forward", "softmax", count=1000, length=50257, size=2, processors=132))
 >>> kernel.name, cut.columns, cut.warps
-('forward_thread_shift', 65536, 32)
+('forward_ratio', 65536, 32)
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-MOST_BYTES = 262144  # of a resident row, or of two tensors' rows backward
-PHASES = 16  # start times of resident programs that have at least as many rows
 SHORT = 1024  # columns of rows that share a warp
 
 
@@ -37,7 +34,6 @@ class Rows(NamedTuple):
     length: int
     size: int  # bytes of a number
     processors: int  # SMs
-    not_copyable: str | None = "not asked"  # why a row cannot be copied to shared memory, or None
 
     @property
     def columns(self) -> int:
@@ -48,11 +44,6 @@ class Rows(NamedTuple):
     def few(self) -> bool:
         """True if long rows are shared by several programs, so that every SM has work."""
         return self.processors > 2 * self.count
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of a row, of both tensors backward."""
-        return self.length * self.size * (1 if self.direction == "forward" else 2)
 
     def fits(self, longest: dict[int, int]) -> bool:
         """True if one program takes a whole row of at most longest[size] columns."""
@@ -72,7 +63,6 @@ class Cut(NamedTuple):
     step: int = 0  # columns that a program takes at a time
     lanes: int = 0  # columns side by side: in the lanes of a row, or in all threads
     ahead: int = 0  # prefetch into the L2 cache the tile of the program that many programs later
-    pieces: int = 0  # loads that a row is split into
 
     def groups(self, vector: int, order: int) -> int:
         """Number of maxima that the threshold solver starts from, per part; 0 for a short row."""
@@ -83,17 +73,6 @@ class Cut(NamedTuple):
         return min(self.columns // vector, 32 * self.warps, max(512 // next_power_of_2(self.parts), 16))
 
 
-class ResidentCut(NamedTuple):
-    """The launch numbers of a resident kernel: its row in chunks, and its programs."""
-
-    chunk: int  # columns
-    chunks: int  # of a row
-    warps: int
-    programs: int
-    registers: int
-    phases: int
-
-
 class RowKernel(NamedTuple):
     """A row of the table."""
 
@@ -101,14 +80,12 @@ class RowKernel(NamedTuple):
     module: str  # below regard._backends.gpu.rows
     takes: str  # in plain words, what `condition` says
     condition: Callable[[Rows], bool]
-    cut: Callable[[Rows], Cut | ResidentCut]
+    cut: Callable[[Rows], Cut]
     published: int = 0  # numbers that each part of a shared row publishes
 
     def supports(self, rows: Rows) -> str | None:
         """None, or why the kernel cannot take the rows."""
-        if not self.condition(rows):
-            return f"takes only {self.takes}"
-        return rows.not_copyable if self.module.startswith("resident") else None
+        return None if self.condition(rows) else f"takes only {self.takes}"
 
 
 def _share(rows: Rows, columns: int, warps: int, registers: int | None, **more) -> Cut:
@@ -142,10 +119,6 @@ def _cut_exact(rows: Rows) -> Cut:
         ahead = 16384 // columns * rows.processors
         return Cut(columns, columns // 1024, registers=128, lanes=columns, ahead=ahead)
     return _share(rows, 8192, 8, 128, lanes=8192, ahead=2 * rows.processors)
-
-
-def _cut_fast_exact(rows: Rows) -> Cut:
-    return Cut(rows.columns, rows.columns // 1024, registers=64, step=2048, lanes=rows.columns // 32)
 
 
 def _cut_pointwise(rows: Rows) -> Cut:
@@ -189,34 +162,6 @@ def _cut_backward(rows: Rows) -> Cut:
     return _pack(rows, most, held, registers=64, again=half)
 
 
-# By the most bytes of a row: bytes of a chunk, warps of a program, programs to an SM.
-_CHUNKS: dict[int | str, dict[int, tuple[int, int, int]]] = {
-    "ratio": {262144: (32768, 16, 1)},
-    2: {16384: (4096, 4, 8), 32768: (8192, 4, 4), 65536: (8192, 8, 3), 131072: (16384, 8, 2), 262144: (32768, 16, 1)},
-    4: {65536: (8192, 8, 2), 131072: (16384, 8, 2), 262144: (32768, 16, 1)},
-    "backward": {131072: (16384, 8, 2), 262144: (32768, 16, 1)},
-}  # threshold rows forward by the bytes of a number
-# Other kernels are as fast up to so many bytes of a row, by kind and bytes of a number.
-OTHERS = {("threshold", 2): 8192, ("threshold", 4): 32768, ("proportional", 2): 65536}
-OTHERS |= {(kind, size): 65536 for kind in ("softmax", "ratio") for size in (2, 4)}
-OTHERS_BACKWARD = {("threshold", 2): 32768} | {(kind, 2): 131072 for kind in ("softmax", "proportional", "ratio")}
-
-
-def _cut_resident(rows: Rows) -> ResidentCut:
-    key = "backward" if rows.direction != "forward" else rows.size if rows.kind == "threshold" else "ratio"
-    size = rows.bytes // rows.length
-    bytes, warps, together = next(cut for most, cut in _CHUNKS[key].items() if rows.bytes <= most)
-    programs = min(rows.processors * together, rows.count)
-    phases = PHASES if PHASES * programs <= rows.count else 1
-    registers = 65536 // (32 * warps * together) // 8 * 8
-    return ResidentCut(bytes // size, -(-rows.bytes // bytes), warps, programs, registers, phases)
-
-
-def _fits_sm(rows: Rows) -> bool:
-    others = (OTHERS if rows.direction == "forward" else OTHERS_BACKWARD).get((rows.kind, rows.size), MOST_BYTES)
-    return others < rows.bytes <= MOST_BYTES and rows.processors < 2 * rows.count
-
-
 def _is_softmax32(rows: Rows) -> bool:
     return rows.kind == "softmax" and rows.size == 4 and rows.direction != "from scores"
 
@@ -231,36 +176,12 @@ def _is_long_pointwise(rows: Rows) -> bool:
 
 
 FORWARD = (
-    RowKernel(
-        "forward_resident_threshold", "resident.threshold",
-        "many threshold rows of more than 8 KB (16 bits) or 32 KB (float32), up to 256 KB; no mask; Hopper",
-        lambda rows: _is_threshold(rows) and _fits_sm(rows), _cut_resident,
-    ),
-    RowKernel(
-        "forward_ring", "resident.ring",
-        "many ratio rows of more than 64 KB, up to 128 KB; no mask; not float32 relu; Hopper",
-        lambda rows: not _is_threshold(rows) and _fits_sm(rows) and rows.bytes <= MOST_BYTES // 2, _cut_resident,
-    ),
-    RowKernel(
-        "forward_resident_ratio", "resident.ratio",
-        "many ratio rows of more than 128 KB, up to 256 KB; no mask; not float32 relu; Hopper",
-        lambda rows: not _is_threshold(rows) and _fits_sm(rows), _cut_resident,
-    ),
-    RowKernel(
-        "forward_fast_exact", "fast_exact", "many float32 softmax and softmax1 rows of 4097 to 16384 columns",
-        lambda rows: _is_softmax32(rows) and rows.columns in (8192, 16384) and not rows.few, _cut_fast_exact,
-    ),
     RowKernel("forward_exact", "exact", "float32 softmax and softmax1", _is_softmax32, _cut_exact, 3),
     RowKernel(
         "forward_threshold_short", "threshold", "threshold rows of up to 1024 columns",
         lambda rows: _is_threshold(rows) and rows.columns <= SHORT, _pack_warp,
     ),
     RowKernel("forward_threshold", "threshold", "threshold rows", _is_threshold, _cut_threshold, 6),
-    RowKernel(
-        "forward_thread_shift", "thread_shift", "many 16-bit softmax, softmax1 and relu rows of 32769 to 65536 columns",
-        lambda rows: rows.kind in ("softmax", "proportional") and rows.size == 2 and rows.columns == 65536
-        and not rows.few, lambda rows: Cut(65536, 32, registers=64, lanes=1024, pieces=4), 2,
-    ),
     RowKernel(
         "forward_pointwise", "ratio",
         "pointwise rows of more than 32768 columns (16384 in 16 and 64 bits; 8192 if the rows are few)",
@@ -269,11 +190,6 @@ FORWARD = (
     RowKernel("forward_ratio", "ratio", "ratio and pointwise rows", lambda rows: True, _cut_ratio, 2),
 )  # fmt: skip
 BACKWARD = (
-    RowKernel(
-        "backward_resident", "resident.backward",
-        "many 16-bit rows of ratios beyond 32768 columns, of thresholds beyond 8192, up to 65536; no mask; Hopper",
-        _fits_sm, _cut_resident,
-    ),
     RowKernel("backward_exact", "exact", "float32 softmax and softmax1", _is_softmax32, _cut_backward, 2),
     RowKernel("backward_threshold", "threshold", "threshold rows", _is_threshold, _cut_backward, 2),
     RowKernel("backward_ratio", "ratio", "ratio and pointwise rows", lambda rows: True, _cut_backward, 1),
@@ -281,11 +197,11 @@ BACKWARD = (
 
 
 @functools.lru_cache(4096)
-def choose(rows: Rows) -> tuple[RowKernel, Cut | ResidentCut]:
+def choose(rows: Rows) -> tuple[RowKernel, Cut]:
     """The first kernel that supports the rows, and its launch numbers."""
     kernel = next(k for k in (FORWARD if rows.direction == "forward" else BACKWARD) if k.supports(rows) is None)
     cut = kernel.cut(rows)
-    if rows.size == 8 and isinstance(cut, Cut):
+    if rows.size == 8:
         cut = cut._replace(registers=None)  # a float64 takes two registers
     return kernel, cut
 

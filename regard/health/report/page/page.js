@@ -26,7 +26,7 @@
   }
 
   // every layer fits into the window: rows get lower as there are more of them
-  const size = Math.max(12, Math.min(46, Math.floor(900 / widest))), high = Math.max(10, Math.min(size, Math.floor(560 / data.layers.length))), left = 34, top = 20;
+  const size = Math.max(12, Math.min(46, Math.floor((document.querySelector(".first") ? 560 : 900) / widest))), high = Math.max(10, Math.min(size, Math.floor(430 / data.layers.length))), left = 34, top = 20;
   const rings = new Map();
   const { svg, cells } = buildMap({ parent: byId("map"), label: "Layer by head map", layers: data.layers, widths, size, high, left, top }, state, (where) => choose(where));
   cells.forEach((row, r) => row.forEach((cell, head) => {
@@ -166,10 +166,15 @@
     byId("chosen").textContent = `Layer ${layer.index}, head ${state.head} · ${layer.name}${under}`;
     byId("chosen").href = `#layer-${layer.index}-head-${state.head}`;
     showTokens(layer.index, state.head);
+    if (byId("tokens-note")) byId("tokens-note").hidden = !state.treatment;
     if (one && byId("histogram")) { paintHistogram(one, before); paintCurve(one, before); }
     if (one) paintTable(one);
   };
 
+  byId("copy")?.addEventListener("click", async (event) => {
+    const button = event.currentTarget;
+    try { await navigator.clipboard.writeText(button.dataset.copy); button.textContent = "Copied"; } catch { getSelection().selectAllChildren(byId("command")); button.textContent = "Selected"; }
+  });
   const chips = [...document.querySelectorAll(".chip")];
   const reachable = chips.filter((chip) => rowOf.has(Number(chip.dataset.layer)));
   chips.forEach((chip) => { chip.disabled = !reachable.includes(chip); });

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from regard.health.findings import Finding
+from regard.health.checks.finding import Finding
 from regard.health.readings import histogram as bins
 from regard.health.readings.heads import HeadReading
 from regard.health.readings.histogram import BINS, ROW

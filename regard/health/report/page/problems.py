@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from regard.health.findings import Finding
+from regard.health import checks
+from regard.health.checks.finding import Finding
 from regard.health.readings.heads import HeadReading
-from regard.health.report.glossary import FINDINGS, link, link_words
+from regard.health.report.glossary import link, link_words
 from regard.health.report.page.document import escape
 from regard.health.report.report import Report
 from regard.health.report.summary import count_noun, describe_no_findings
 from regard.table import format_number
 
 CHIPS = 48  # heads of a finding
-HEADLINES = 4  # findings named at the top
 COMPARED = ("entropy_ratio", "max_weight", "first_key_mass", "distance", "max_logit", "logit_variance")
 UNUSUAL = 6  # heads that differ most from the others
 LEAST_HEADS = 4  # to compare
@@ -22,22 +22,6 @@ LEAST_HEADS = 4  # to compare
 def checks_of(report: Report) -> dict[str, Any]:
     """What more forwards showed, as JSON: loss, what-ifs' losses, ablation, checks; empty if they were not made."""
     return {} if report.checks is None else report.checks.to_json()
-
-
-def list_headlines(report: Report) -> str:
-    """One line for each of the gravest findings: what, since which layer, in how many heads; then what to do first."""
-    grave = [finding for finding in report.findings if finding.severity != "note"][:HEADLINES]
-    lines = ""
-    for one in grave:
-        kind = link(one.kind, one.kind[:1].upper() + one.kind[1:])
-        where, meaning = escape(describe_where(report, one)), escape(FINDINGS.get(one.kind, ""))
-        lines += f'<li class="{one.severity}"><b>{kind}</b> {where}. {meaning}</li>'
-    if not grave:
-        return ""
-    left = sum(finding.severity != "note" for finding in report.findings) - len(grave)
-    more = f"<li>and {count_noun(left, 'more finding')}, below</li>" if left else ""
-    step = link_words(grave[0].remedy.split(". ")[0].rstrip(".") + ".")  # the first sentence
-    return f'<ul class="headlines">{lines}{more}</ul><p class="first-step"><b>Do first:</b> {step}</p>'
 
 
 def describe_where(report: Report, finding: Finding) -> str:
@@ -74,8 +58,8 @@ def first_place(report: Report) -> tuple[int, int] | None:
     return min(measured, default=None)
 
 
-def make_problems(report: Report) -> str:
-    """The section of findings, or what their absence means and the most unusual heads."""
+def make_problems(report: Report, folded: bool) -> str:
+    """The section of findings, `folded` below causes, or what their absence means and the most unusual heads."""
     grave = [finding for finding in report.findings if finding.severity != "note"]
     notes = [finding for finding in report.findings if finding.severity == "note"]
     title = "What is wrong" if grave else "Worth knowing" if notes else "Nothing was found to be wrong"
@@ -86,6 +70,10 @@ def make_problems(report: Report) -> str:
         title_of_notes = f"{count_noun(len(notes), 'note')}: facts worth knowing"
         listed = f'<details class="notes"><summary>{title_of_notes}</summary>{listed}</details>'
     unusual = "" if grave else _list_unusual(report)
+    if folded:
+        count = count_noun(len(report.findings), "finding")
+        inner = f'<details class="about"><summary>Every finding in full: {count}</summary>{cards}{listed}</details>'
+        return f'<section id="findings">{inner}</section>'
     return f'<section id="findings"><h2>{title}</h2>{none}{cards}{listed}{unusual}</section>'
 
 
@@ -130,20 +118,29 @@ def _gain(report: Report, finding: Finding) -> str:
     if not report.what_if:
         return "Not tried. Add a what-if to the examination, such as --what-if qk_norm, to see what it would change."
     losses, parts, own = checks_of(report).get("what_if", {}), [], set(finding.places)
+    if not is_judged_again(finding.code):
+        return "A change of the scores does not touch what this finding is about; it was not judged again under one."
     for name, reading in report.what_if.items():
         still = {place for one in reading.findings if one.kind == finding.kind for place in one.places}
         text = f"{name} ends it in {len(own - still)} of {count_noun(len(own), 'head')}"
-        loss = describe_loss(losses.get(name))
+        loss = describe_change(losses.get(name))
         parts.append(f"{text}, loss {loss}" if loss else text)
     known = "" if losses else " What it does to the loss was not measured."
     return f"On the same queries and keys, without training: {escape('; '.join(parts))}.{known}"
 
 
-def describe_loss(change: dict[str, Any] | None) -> str:
-    """`2.31, helps`: the loss under a change, and what that means; empty if the loss is not known."""
+def is_judged_again(code: str) -> bool:
+    """True if the finding is judged from the heads' statistics alone, which what-ifs measure anew."""
+    return any(hasattr(module, "find") and code in {rule.code for rule in module.RULES} for module in checks.modules())
+
+
+def describe_change(change: dict[str, Any] | None) -> str:
+    """`2.31, Δ +0.02 [0.01, 0.03], helps`: the loss under a change with its interval; empty if it is not known."""
     if not change or change.get("loss") is None or change.get("change") is None:
         return ""
-    return f"{change['loss']:.3g}, {change['word']}"
+    low, high = change["low"], change["high"]
+    interval = "" if low is None or high is None else f" [{low:.2g}, {high:.2g}]"
+    return f"{change['loss']:.3g}, Δ {change['change']:+.2g}{interval}, {change['word']}"
 
 
 class Unusual(NamedTuple):

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from regard.health import findings as rules
-from regard.health.checks import passed as passed_checks
-from regard.health.findings import Finding
+from regard.health import checks as registry
+from regard.health.checks.finding import Finding
 from regard.health.readings.heads import HeadReading
 from regard.health.report.glossary import link, link_words, make_glossary
+from regard.health.report.page.causes import make_causes
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
-from regard.health.report.page.problems import checks_of, describe_loss, first_place, list_headlines, make_problems
+from regard.health.report.page.problems import checks_of, describe_change, first_place, make_problems
 from regard.health.report.report import Report
-from regard.health.report.summary import ROOT, count_kinds, count_noun
+from regard.health.report.screen import describe_loss
+from regard.health.report.summary import ROOT, count_kinds, count_noun, describe_mixers
 from regard.health.report.terminal import average
 from regard.table import format_number
 
@@ -52,8 +53,10 @@ DETAILS = (Detail(48, 5), Detail(0, 4), Detail(0, 3, spread=False), Detail(0, 3,
 
 def render(report: Report) -> str:
     numbers, detail = _pack_numbers(report)
+    causes = make_causes(report)
     parts = [
-        _header(report), make_problems(report), _what_if(report, detail), _explorer(report, detail), _checked(report),
+        _header(report), f'<div class="{"first" if causes else "alone"}">{causes}{_map(report, detail)}</div>',
+        _chosen(report, detail), make_problems(report, folded=bool(causes)), _what_if(report, detail), _checked(report),
         _how(report), make_glossary(),
     ]  # fmt: skip
     title = f"{report.title}: attention report"
@@ -80,11 +83,14 @@ def _header(report: Report) -> str:
     first = first_place(report)
     where = "" if first is None else f"layer-{first[0]}-head-{first[1]}"
     look = f'<p>Look first at <a href="#{where}">layer {first[0]}, head {first[1]}</a>.</p>' if first else ""
+    loss = f"<p>{escape(text[:1].upper() + text[1:])}.</p>" if (text := describe_loss(report)) else ""
+    said = "".join(f"<p><b>{escape(line)}</b></p>" for line in describe_mixers(report))
     return f"""<header>
 <p class="brand">regard · attention report</p>
 <h1>{escape(report.title)} <span class="pill {verdict}">{VERDICTS[verdict]}</span></h1>
-{stop}{_describe_text(report)}
-{list_headlines(report)}<div class="summary">{lines}{look}</div>
+{stop}<div class="summary">{said}{loss}</div>
+<details class="about"><summary>What was measured</summary>
+{_describe_text(report)}<div class="summary">{lines}{look}</div></details>
 </header>"""
 
 
@@ -109,14 +115,15 @@ def _verdict_without_findings(report: Report) -> str:
     return "clean" if all(judged) and not (report.unmeasured or report.interrupted) else "partly"
 
 
-def _explorer(report: Report, detail: Detail) -> str:
+def _map(report: Report, detail: Detail) -> str:
+    """The right of the first screen: a map of layers and heads, with what it shows."""
     if not report.heads:
         return ""
     omitted = ", ".join(detail.omissions())
     why = "The JSON file has no" if report.is_loaded and detail == DETAILS[1] else "Left out, for size:"
     note = f'<p class="meaning">{why} {omitted}.</p>' if omitted else ""
-    return f"""<section id="explorer"><h2>Evidence: every layer and head</h2>
-{note}<div class="controls">
+    return f"""<section id="explorer"><h2>Every layer and head</h2>
+<div class="controls">
 <label>Statistic <select id="statistic"></select></label>
 <label>What if <select id="treatment"></select></label>
 <label>Layer <select id="layer"></select></label>
@@ -124,12 +131,20 @@ def _explorer(report: Report, detail: Detail) -> str:
 </div>
 <p id="meaning" class="meaning"></p>
 <div id="map" class="map"></div>
-<div id="scale" class="scale" aria-hidden="true"></div>
-<div id="gallery" class="gallery"></div>
-<h2><a id="chosen" href="#explorer">A head</a></h2>
+<div id="scale" class="scale" aria-hidden="true"></div>{note}
+</section>"""
+
+
+def _chosen(report: Report, detail: Detail) -> str:
+    """The chosen head: its tokens, distributions and numbers, and every statistic as a small map."""
+    if not report.heads:
+        return ""
+    return f"""<section id="head-section"><h2><a id="chosen" href="#explorer">A head</a></h2>
 {_tokens(report)}{CHARTS if detail.groups else ""}<div class="scroll"><table id="numbers-table">
 <caption class="hidden">Every statistic of the chosen head</caption>
 </table></div>
+<details class="about" id="maps"><summary>Every statistic as a small map</summary>
+<div id="gallery" class="gallery"></div></details>
 <noscript><p>The maps need JavaScript; the numbers are in the JSON form of this report.</p></noscript>
 </section>"""
 
@@ -140,7 +155,7 @@ def _tokens(report: Report) -> str:
         why = (report.tokens or {}).get("reason", "the batches do not hold token ids")
         return f'<p class="none">No tokens to show: {escape(why)}.</p>'
     return """<div id="tokens">
-<p id="head-kind"></p>
+<p id="head-kind"></p><p id="tokens-note" class="meaning" hidden>These weights are as measured, without the change.</p>
 <div class="pair"><figure><figcaption>The text. Colour: how much weight a token receives from this head. Choose a token
 to see what it looks at.</figcaption><div id="passage" class="passage"></div>
 <p id="top-keys" class="meaning"></p></figure>
@@ -164,7 +179,14 @@ def _what_if(report: Report, detail: Detail) -> str:
     own = f"{report.loss.mean:.3g}" if report.loss is not None else "–"
     rows = [_what_if_row("as measured", report.heads, report.findings, [], own)]
     rows += [
-        _what_if_row(name, one.heads, one.findings, one.refused, describe_loss(losses.get(name)) or "–")
+        _what_if_row(
+            name,
+            one.heads,
+            one.findings,
+            one.refused,
+            describe_change(losses.get(name)) or "–",
+            "" if report.checks is None else str(report.checks.rounding.get(name, "")),
+        )
         for name, one in report.what_if.items()
     ]
     columns = "".join(f"<th>{link(name.replace('_', ' '))}</th>" for name in SHOWN)
@@ -178,10 +200,13 @@ def _what_if(report: Report, detail: Detail) -> str:
 
 
 def _what_if_row(
-    name: str, heads: Sequence[HeadReading], findings: Sequence[Finding], refused: Sequence[tuple[str, str]], loss: str
-) -> str:
+    name: str, heads: Sequence[HeadReading], findings: Sequence[Finding], refused: Sequence[tuple[str, str]], loss: str,
+    rounding: str = "",
+) -> str:  # fmt: skip
     cells = "".join(f"<td>{average(heads, statistic)}</td>" for statistic in SHOWN)
     text = ", ".join(count_kinds((finding.kind, len(finding.heads)) for finding in findings)) or "none"
+    if rounding:
+        text += f"; {rounding}"
     if refused:
         text += f"; not possible in {count_noun(len(refused), 'layer')}: {refused[0][1]}"
     return f"<tr><th>{escape(name)}</th>{cells}<td>{escape(loss)}</td><td>{escape(text)}</td></tr>"
@@ -190,9 +215,9 @@ def _what_if_row(
 def _checked(report: Report) -> str:
     """What was checked, and what was not: layers that could not be measured, checks that were not made."""
     found = {finding.kind for finding in report.findings}
-    passed = [kind for kind in report.how.get("looked_for", rules.kinds()) if kind not in found]
+    passed = [kind for kind in report.how.get("looked_for", registry.kinds(runs=False)) if kind not in found]
     checks = checks_of(report)
-    true = passed_checks(checks.get("done", ()), found)
+    true = registry.passed(checks.get("done", ()), found)
     done = f"<p>Also true: {escape('; '.join(true))}.</p>" if true else ""
     gaps = [(name or ROOT, reason) for name, reason in report.unmeasured[:LISTED]]
     if len(report.unmeasured) > LISTED:

@@ -17,11 +17,11 @@ from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.biases import make_relative_bias
 from regard._backends.gpu.attention.hopper.spans import Spans, find_query_ranges, find_spans
 from regard._backends.gpu.attention.hopper.spans import needs_spans as forward_needs_spans
-from regard._backends.gpu.attention.limits import OPTIONS, find_gluon_obstacle, find_layout_obstacle, find_option
+from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layout_obstacle, find_option
 from regard._backends.gpu.attention.masks.dense import PackedMask, add_tile_map
 from regard._backends.gpu.attention.masks.tables import add_key_index, add_query_ranges
 from regard._backends.gpu.launcher import launch, launch_key
-from regard._core.problem import Problem
+from regard._core.problem import MARKS, Problem
 
 SHORT = 512  # queries or keys
 PARTS, STAGES, REGISTERS = 2, 4, 240  # of the Gluon kernel: warpgroups, stages of its ring, registers of their threads
@@ -64,7 +64,7 @@ def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor,
     if reason := find_option(p, "score", "mask", "temperature", "row_bias") or _find_score_obstacle(p):
         return reason
     if p.theta is not None and p.theta.shape[2] > 1 and p.theta.stride(2) != 0:
-        return OPTIONS["theta"]
+        return MARKS["theta"].words
     if rows.beta is not None:
         return "gradients of statistics"
     if min(p.q.shape[-2], p.k.shape[-2]) < SHORT:

@@ -146,18 +146,14 @@ def backward_dq(
 
 
 @triton.jit
-def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """Add one query block, keys first: dv += pᵀ·do, dk += dsᵀ·q; ds is stored where `ds_blocks` is given."""
-    dk, dv, db = acc
-    keys, values, q, do, q_blocks, do_blocks, ds_blocks, state = inputs
+def weigh_queries(keys, q, q_blocks, state, b, h, j, j0, start, n, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Weigh one query block, keys first: (q, x = k·qᵀ [N, M], y, visible, rows, i, (p, a, b, log2 e), places)."""
     F: tl.constexpr = C.F  # Triton 3.6 passes on no part of a configuration that has no name
     i = start + tl.arange(0, C.BM)
     if C.BULK and not EDGE:
         q_rows = tiles.load_bulk_block(q_blocks, b, h, start, C.BM, C.BD)
-        d_out = tiles.load_bulk_block(do_blocks, b, h, start, C.BM, C.BE)
     else:
         q_rows = tiles.load_block(q, b, h, start, 0, opt.queries, C.BM, C.D, C.BD, not EDGE)
-        d_out = tiles.load_block(do, b, h, start, 0, opt.queries, C.BM, C.E, C.BE, not EDGE)
     x = tiles.dot(keys, tl.trans(q_rows), None, C)  # [N, M]
     r = broadcast_rows(load_rows(state, b, h, i, n, opt, C, not EDGE), True)
     theta = tiles.load_theta(b, h, i, opt, C.ACC)
@@ -171,7 +167,24 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
         bits = scores.load_bits(b, h, i, j, j0, opt, C.BN)
     ahead = j0 - start
     y, visible = scores.compute_scores(x, b, h, i, j, ahead, r.first, r.last, bias, place, opt, C, EDGE, bits)
-    p, up, down, power = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
+    weights = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
+    return q_rows, x, y, visible, r, i, weights, place
+
+
+@triton.jit
+def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Add one query block, keys first: dv += pᵀ·do, dk += dsᵀ·q; ds is stored where `ds_blocks` is given."""
+    dk, dv, db = acc
+    keys, values, q, do, q_blocks, do_blocks, ds_blocks, state = inputs
+    F: tl.constexpr = C.F
+    if C.BULK and not EDGE:
+        d_out = tiles.load_bulk_block(do_blocks, b, h, start, C.BM, C.BE)
+    else:
+        d_out = tiles.load_block(do, b, h, start, 0, opt.queries, C.BM, C.E, C.BE, not EDGE)
+    q_rows, x, y, visible, r, i, weights, place = weigh_queries(
+        keys, q, q_blocks, state, b, h, j, j0, start, n, opt, C, EDGE
+    )
+    p, up, down, power = weights
     dp = tiles.dot(values, tl.trans(d_out), None, C)
     passed = p
     if opt.seed is not None:
@@ -193,17 +206,17 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
 
 
 @triton.jit
-def sweep_queries(acc, inputs, b, h, j, j0, n, queries, seed, opt, C: tl.constexpr):
-    """Return acc after `dkv_tile` of every query block of head h that sees a key of this block."""
+def sweep_queries(acc, inputs, b, h, j, j0, n, queries, seed, opt, TILE: tl.constexpr, C: tl.constexpr):
+    """Return acc after TILE(acc, …) of every query block of head h that sees a key of this block."""
     if opt.tiles.lists.ptr is not None:
         entries, full, partial, end = key_loop.find_lists(opt.tiles, b, h, j0 // C.BN)
         start = tl.load(entries)
         for at in tl.range(0, full):
             here = start
             start = tl.load(entries + at + 1)  # early: the next tile waits for it
-            acc = dkv_tile(acc, inputs, b, h, j, j0, here, n, seed, opt, C, False)
+            acc = TILE(acc, inputs, b, h, j, j0, here, n, seed, opt, C, False)
         for at in tl.range(partial, end):
-            acc = dkv_tile(acc, inputs, b, h, j, j0, tl.load(entries + at), n, seed, opt, C, True)
+            acc = TILE(acc, inputs, b, h, j, j0, tl.load(entries + at), n, seed, opt, C, True)
     else:
         begin, inner, outer, end = queries
         if opt.bias.ptr is not None:  # every block is masked: one loop does
@@ -211,12 +224,12 @@ def sweep_queries(acc, inputs, b, h, j, j0, n, queries, seed, opt, C: tl.constex
             outer = begin
         elif (opt.right is not None) or (opt.ranges.ptr is not None):
             for start in tl.range(begin, tl.minimum(inner, end), C.BM):
-                acc = dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C, True)
+                acc = TILE(acc, inputs, b, h, j, j0, start, n, seed, opt, C, True)
         if opt.bias.ptr is None:
             for start in tl.range(inner, outer, C.BM):
-                acc = dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C, False)
+                acc = TILE(acc, inputs, b, h, j, j0, start, n, seed, opt, C, False)
         for start in tl.range(tl.maximum(inner, outer), end, C.BM):
-            acc = dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C, True)
+            acc = TILE(acc, inputs, b, h, j, j0, start, n, seed, opt, C, True)
     return acc
 
 
@@ -247,7 +260,7 @@ def backward_dkv(
     inputs = keys, values, q, do, q_blocks, do_blocks, ds_blocks, state
     for h in range(g * opt.group, (g + 1) * opt.group):
         mine = key_loop.find_query_range_of_head(queries, b, h, j0, opt, C)
-        acc = sweep_queries(acc, inputs, b, h, j, j0, n, mine, seed, opt, C)
+        acc = sweep_queries(acc, inputs, b, h, j, j0, n, mine, seed, opt, dkv_tile, C)
         if C.KEY_BIAS_GRAD:
             place = (tiles.wide(b) * opt.heads + h) * opt.keys + j0 + tl.arange(0, C.BN)
             tl.store(d_key_bias + place, acc[2], mask=j0 + tl.arange(0, C.BN) < opt.keys)

@@ -18,7 +18,6 @@ from regard._backends.gpu.attention.hopper.biases import COLUMNS, make_key_bias,
 from regard._backends.gpu.attention.hopper.spans import Spans, needs_spans
 from regard._backends.gpu.attention.limits import (
     GLUON_TYPES,
-    OPTIONS,
     find_gluon_obstacle,
     find_layout_obstacle,
     find_option,
@@ -26,7 +25,7 @@ from regard._backends.gpu.attention.limits import (
 from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch
 from regard._core.device import sm_count
-from regard._core.problem import Problem
+from regard._core.problem import MARKS, Problem
 from regard.normalizers._language import speak
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ def _find_bias_obstacle(p: Problem) -> str | None:
     if p.bias is p.relative is None:
         return None
     if p.bias is not None and (p.relative is not None or not has_key_bias(p)):
-        return OPTIONS["bias"]
+        return MARKS["bias"].words
     if p.softcap is not None or not (p.choice.family == "ratio" and p.choice.exponential):
         return "a bias (softmax and softmax1 without a soft cap only)"
     if p.bias is not None and p.q.dtype != torch.bfloat16:

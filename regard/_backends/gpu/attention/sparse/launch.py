@@ -19,11 +19,11 @@ import triton
 from regard._backends.gpu.attention import statistics
 from regard._backends.gpu.attention.config import has_key_bias
 from regard._backends.gpu.attention.hopper.launch import choose_panels, describe_rows
-from regard._backends.gpu.attention.limits import OPTIONS, find_gluon_obstacle, find_layout_obstacle, find_option
+from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layout_obstacle, find_option
 from regard._backends.gpu.attention.sparse import bounds, gather, support
 from regard._backends.gpu.attention.tiles import Config, Options
 from regard._backends.gpu.launcher import call_by_address, launch
-from regard._core.problem import Problem
+from regard._core.problem import MARKS, Problem
 
 BLOCK = 128  # rows of a program of `list_candidates`
 CAP = 128  # entries of one of a row's four lists; a power of two, so that no block's lists cross 4 GiB
@@ -77,7 +77,7 @@ def supports(p: Problem, direction: str) -> str | None:
 def _find_bias_obstacle(p: Problem) -> str | None:
     """Say why the lists cannot take the call's bias: they take one per key without a soft cap."""
     if p.bias is not None and (p.softcap is not None or not has_key_bias(p)):
-        return OPTIONS["bias"]
+        return MARKS["bias"].words
     return None
 
 

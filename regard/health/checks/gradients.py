@@ -1,0 +1,140 @@
+"""Gradients of attention: every parameter gets one, and all are finite.
+
+The output is multiplied by fixed random numbers and differentiated once; no `.grad` is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+
+import torch
+from torch import Tensor, nn
+
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.probe import Key, main_output
+from regard.health.probe.trial import Trial
+from regard.health.tokens.text import TokenBatch
+
+MOST_WEIGHTS = 500_000_000  # of a model that is differentiated
+SEQUENCES, LENGTH = 2, 32
+NEEDS = "token ids and attention calls"
+MISSING = Rule(
+    "RG620", "parameters without gradient", "every attention parameter gets a gradient", "warning", NEEDS,
+    "a parameter of a layer whose attention ran has no gradient, or one that is exactly 0, for random directions of "
+    "the output: training cannot change it",
+    "It is used under no_grad or after detach, in a cache that was detached, or not used at all.",
+    "Use it in the forward without detach, no_grad or .data.",
+    ("arXiv 2508.10925",), explains=("RG611",),
+)  # fmt: skip
+NOT_FINITE = Rule(
+    "RG510", "gradients are not finite", "gradients of attention are finite", "critical", NEEDS,
+    "the output is finite and a gradient is not",
+    "A row that sees no key has a softmax of −inf alone, whose output was replaced and whose gradient was not.",
+    "Give such rows a key or a finite mask, and set their output to 0 afterwards.",
+    ("transformers#41727",),
+)  # fmt: skip
+RULES = (MISSING, NOT_FINITE)
+BY_DESIGN = (
+    "lora_",
+    "indexer",
+    "compressor",
+    "relative_attention_bias",
+    "inv_freq",
+    "router",
+    "gate.weight",
+    "mask_token",
+)
+
+
+def check(trial: Trial) -> list:
+    tokens = trial.tokens  # raises where there are none
+    if not trial.captured[1]:
+        raise NotApplicable("no attention call was captured")
+    if sum(p.numel() for p in trial.model.parameters()) > MOST_WEIGHTS:
+        raise NotApplicable(f"the model has more than {MOST_WEIGHTS:,} parameters")
+    names = dict(attention_parameters(trial))
+    if not names:
+        raise NotApplicable("attention has no parameters")
+    text = tokens.cut(SEQUENCES, LENGTH)
+    found = differentiate(trial, text, names)
+    missing = find_missing(trial, found)
+    if missing and (segments := with_segments(trial, text)) is not None:  # XLNet's seg_embed waits for them
+        more = differentiate(trial, segments, names)
+        missing = find_missing(trial, {name: more[name] if is_dead(grad) else grad for name, grad in found.items()})
+    return missing + find_not_finite(trial, found)
+
+
+def differentiate(trial: Trial, text: TokenBatch, names: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """The gradients of these parameters, for random directions of the output."""
+    with requiring_grad(names.values()), torch.enable_grad():
+        output = main_output(trial.probe.run_model(text))
+        if not output.requires_grad:
+            raise NotApplicable("the model's output has no gradient: it runs under no_grad")
+        if not bool(torch.isfinite(output).all()):
+            raise NotApplicable("the output is not finite")
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+        grads = torch.autograd.grad((output * weights).sum(), list(names.values()), allow_unused=True)
+    return dict(zip(names, grads, strict=True))
+
+
+def with_segments(trial: Trial, text: TokenBatch) -> TokenBatch | None:
+    """The text with token_type_ids of 0; None where the batch has its own, or forward takes none."""
+    if "token_type_ids" not in signature(trial.model.forward).parameters or "token_type_ids" in text.named:
+        return None
+    return text.put("token_type_ids", torch.zeros_like(text.ids))
+
+
+def attention_parameters(trial: Trial) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of the modules whose attention calls were captured."""
+    owners = {one.call.module: key for key, one in trial.captured[1].items() if one.k.shape[2] > 1}
+    seen: set[int] = set()
+    for module, key in owners.items():
+        for name, p in module.named_parameters():
+            if id(p) not in seen and p.is_floating_point() and not p.is_meta:
+                seen.add(id(p))
+                yield f"{key[0]}.{name}".lstrip("."), p
+
+
+@contextmanager
+def requiring_grad(parameters) -> Iterator[None]:
+    """Parameters follow gradients inside the block, whether or not they are frozen."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
+def is_dead(grad: Tensor | None) -> bool:
+    return grad is None or not bool(grad.any())
+
+
+def find_missing(trial: Trial, grads: dict[str, Tensor | None]) -> list:
+    if all(map(is_dead, grads.values())):
+        return []  # the output does not depend on attention: other checks say so
+    names = [name for name, grad in grads.items() if is_dead(grad) and not any(part in name for part in BY_DESIGN)]
+    names = [name for name in names if not name.endswith("bias") or f"{name[:-4]}weight" in names]  # k's bias has none
+    if not names:
+        return []
+    shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+    text = f"{shown}: no gradient reaches {'it' if len(names) == 1 else 'them'}."
+    return trial.find(MISSING, "warning", keys_of(trial, names), text, "a gradient that is missing or exactly 0")
+
+
+def find_not_finite(trial: Trial, grads: dict[str, Tensor | None]) -> list:
+    names = [name for name, grad in grads.items() if grad is not None and not bool(torch.isfinite(grad).all())]
+    if not names:
+        return []
+    shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+    text = f"The output is finite, and the gradients of {shown} are not."
+    return trial.find(NOT_FINITE, "critical", keys_of(trial, names), text, "a gradient that is NaN or infinite")
+
+
+def keys_of(trial: Trial, names: list[str]) -> list[Key]:
+    """The layers that own these parameters."""
+    return [key for key in trial.captured[1] if any(name.startswith(f"{key[0]}.") for name in names)]

@@ -1,0 +1,39 @@
+"""Inputs ignored: other rows, tokens or images leave the output as it is."""
+
+import torch
+from torch import Tensor
+
+from regard.health.checks.finding import Finding
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.probe import main_output, relative_change
+from regard.health.probe.trial import Trial
+
+RULE = Rule(
+    "RG806", "inputs ignored", "the output depends on the input", "critical", needs="two rows that differ",
+    proves="Proves that rows with other inputs have one output.",
+    cause="The mask hides everything, the pooled row is a constant one, or an input is not passed on.",
+    fix="Follow one row from the embedding to the output: print where two rows become equal.",
+)  # fmt: skip
+RULES = (RULE,)
+LEAST = 1e-6  # relative change between two rows
+
+
+def check(trial: Trial) -> list[Finding]:
+    for batch in trial.inputs:
+        given = [x for x in (*batch.args, *batch.named.values()) if isinstance(x, Tensor) and x.ndim > 1]
+        if batch.count < 2 or not given or torch.equal(given[0][0], given[0][1]):
+            continue
+        output = main_output(trial.probe.run_model(batch))
+        if output.ndim < 2 or output.shape[0] != batch.count or output[0].numel() < 2:
+            continue
+        if not bool(torch.isfinite(output[:2]).all()):
+            raise NotApplicable("the output is not finite")
+        amount = relative_change(output[0], output[1])
+        if amount > LEAST:
+            return []
+        return trial.find(
+            RULE, "critical", [],
+            f"Two rows with other inputs have outputs that differ by {amount:.2g} of their size.",
+            f"relative change < {LEAST:g}",
+        )  # fmt: skip
+    raise NotApplicable("the batches hold no two rows that differ")

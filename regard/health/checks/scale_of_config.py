@@ -1,0 +1,82 @@
+"""The scale of the scores is not the one that the configuration names.
+
+The effective scale is the call's own times the factors by which q and k were multiplied after their projections.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.configuration import LayerConfig, layer_config, yarn_scale
+from regard.health.probe.probe import CapturedCall, Key
+from regard.health.probe.projections import Inside, capture_inside, length_ratio
+from regard.health.probe.trial import Trial
+from regard.scores import resolve_scale
+from regard.table import format_number
+
+OFF = 5e-3  # relative difference of two scales
+RULES = (
+    Rule(
+        "RG410", "scale is not the configured one",
+        "scores are multiplied by the scale that the configuration names", "warning",
+        "token ids and a config that names a scale",
+        "the call's scale, times what multiplied q and k before it, is not the value of the configuration",
+        "The scale of another model's attention was kept (1/√d), or a factor is applied twice or not at all.",
+        "Pass the configured scale to the attention function, exactly once.",
+        ("transformers#46634", "arXiv 2408.00118"),
+        explains=("RG24", "RG301", "RG302", "RG303", "RG306", "RG401", "RG8"),
+    ),
+)  # fmt: skip
+
+
+def check(trial: Trial) -> list:
+    wrong: dict[str, list[Key]] = {}
+    judged = 0
+    inside = capture_inside(trial)
+    for key, one in trial.captured[1].items():
+        config = layer_config(trial, one)
+        named = None if config is None else configured_scale(config, one)
+        used = effective_scale(one, inside[key])
+        if named is None or used is None:
+            continue
+        judged += 1
+        if abs(used / named[1] - 1) > OFF:
+            times = format_number(used / named[1])
+            text = (
+                f"The scale of the scores is {format_number(used)}, which is {times} times {format_number(named[1])}, "
+                f"the value of {named[0]}"
+            )
+            wrong.setdefault(text, []).append(key)
+    if not judged:
+        raise NotApplicable("the configuration names no scale, or the scale is learned")
+    if not wrong:
+        return []
+    texts = [f"{text} ({len(keys)} layers, first {keys[0][0]})" for text, keys in wrong.items()]
+    keys = [key for group in wrong.values() for key in group]
+    return trial.find(
+        RULES[0], "warning", keys, ". ".join(texts[:4]) + ".", f"relative difference of the scales > {OFF:g}"
+    )
+
+
+def configured_scale(config: LayerConfig, one: CapturedCall) -> tuple[str, float] | None:
+    """(name of the entry, scale of the scores) where the configuration names one."""
+    d = one.q.shape[-1]
+    if found := config.number_of("query_pre_attn_scalar"):
+        return f"{found[0]}={format_number(found[1])}", found[1] ** -0.5
+    if found := config.number_of("attention_multiplier"):
+        return found
+    rope = config.rope
+    if config.number_of("qk_nope_head_dim") and config.rope_type == "yarn" and rope.get("mscale_all_dim"):
+        factor = yarn_scale(rope["factor"], rope["mscale_all_dim"]) ** 2
+        return f"1/√{d} times mscale² = {format_number(factor)}", d**-0.5 * factor
+    return None
+
+
+def effective_scale(one: CapturedCall, inside: Inside) -> float | None:
+    """The call's scale times what multiplied q after its projection; None where it is learned or per head."""
+    scale = resolve_scale(one.call.options.get("scale"), one.q.shape[-1])
+    if isinstance(scale, Tensor):
+        return None
+    ratio = length_ratio(one.q, inside)
+    return float(scale) * (1.0 if ratio is None else ratio[1])

@@ -1,0 +1,227 @@
+"""Weights read another way: a change of the weights after which the model predicts its text names the mistake.
+
+Each repair undoes one mistake of a conversion in every layer: a matrix transposed, fused q, k, v in another order,
+rotary pairs for halves, a norm's weight kept as w − 1, positions shifted. They are tried where the loss is bad.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import permutations
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard.health.checks.repairs import CURED, is_cured, shorten
+from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.trial import Trial
+
+BAD = 0.8  # of the unigrams' loss: a model below it is not repaired
+SECONDS = 10.0  # for all repairs together
+MOST_WEIGHTS = 300_000_000
+NUMBER = re.compile(r"\d+")
+QUERIES = re.compile(r"(^|[._])(q|query|q_proj|q_lin|to_q|wq|query_proj)\.weight$")
+KEYS = re.compile(r"(^|[._])(k|key|k_proj|k_lin|to_k|wk|key_proj)\.weight$")
+VALUES = re.compile(r"(^|[._])(v|value|v_proj|v_lin|to_v|wv|value_proj)\.weight$")
+POSITIONS = re.compile(r"pos|wpe", re.IGNORECASE)
+NORMS = re.compile(r"norm|ln_|\.ln", re.IGNORECASE)
+RULES = (
+    Rule(
+        "RG621", "weights read another way", "no other reading of the weights makes the loss sound", "warning",
+        "a loss", "with the weights changed so in every layer, the model predicts this text; with its own it does not",
+        "The conversion transposed, split, permuted or exchanged weights in another way than the model reads them.",
+        "Mend the conversion as the evidence says.", ("transformers#25104",),
+        explains=("RG3", "RG401", "RG402", "RG403", "RG404", "RG405", "RG720", "RG8"),
+    ),
+)  # fmt: skip
+Change = Callable[[Tensor], Tensor]
+
+
+class WeightRepair(NamedTuple):
+    """What is wrong if it helps, and the new value of each parameter that it changes."""
+
+    meaning: str
+    values: Callable[[], dict[str, Tensor]]
+
+
+def check(trial: Trial) -> list:
+    task, reading = trial.task, trial.loss_reading
+    if task is None or reading is None:
+        raise NotApplicable("the model has no loss on this text; pass loss=, or labels in the batches")
+    if reading.unigram is not None and reading.mean < BAD * reading.unigram:
+        return []  # a model that predicts its text reads its weights rightly
+    if sum(p.numel() for p in trial.part.parameters()) > MOST_WEIGHTS:
+        raise NotApplicable(f"the model has more than {MOST_WEIGHTS:,} parameters")
+    task = shorten(task)
+    own, started = task.losses(), time.perf_counter()
+    best: tuple[float, str] | None = None
+    for repair in list_repairs(trial):
+        if time.perf_counter() - started > SECONDS:
+            break
+        with replaced(trial.part, repair.values()):
+            changed = task.losses()
+        loss = float(changed.mean())
+        if is_cured(trial, task, own, changed) and (best is None or loss < best[0]):
+            best = loss, repair.meaning
+    if best is None:
+        return []
+    loss, meaning = best
+    text = f"{meaning}. With that undone, the loss falls from {float(own.mean()):.3g} to {loss:.3g}."
+    return trial.find(RULES[0], "warning", [], text, CURED)
+
+
+@contextmanager
+def replaced(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
+    """Some parameters have other values inside the block."""
+    known = dict(model.named_parameters())
+    kept = {name: known[name].detach().clone() for name in values}
+    try:
+        with torch.no_grad():
+            for name, x in values.items():
+                known[name].copy_(x)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, x in kept.items():
+                known[name].copy_(x)
+
+
+def list_repairs(trial: Trial) -> Iterator[WeightRepair]:
+    """The repairs that fit the shapes of the model's weights."""
+    roles: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, p in trial.part.named_parameters():
+        if p.is_floating_point() and not p.is_meta:
+            roles[NUMBER.sub("#", name)].append((name, p))
+    inner = {role: members for role, members in roles.items() if "#" in role}
+    one = next(iter(trial.captured[1].values()), None)
+    for role, members in inner.items():
+        w = members[0][1]
+        if w.ndim == 2 and w.shape[0] == w.shape[1]:
+            yield on_all(f"{role} is transposed", members, lambda x: x.T)
+    yield from list_exchanges(inner)
+    yield from list_norms(inner)
+    if one is not None:
+        heads, d = one.q.shape[1], one.q.shape[-1]
+        yield from list_orders(inner, heads, d)
+        yield from list_pairings(inner, d)
+    for role, members in roles.items():
+        if POSITIONS.search(role) and members[0][1].ndim == 2 and min(members[0][1].shape) > 1:
+            for step in (1, -1, 2, -2):
+                way = "late" if step < 0 else "early"
+                yield on_all(
+                    f"The rows of {role} are {abs(step)} too {way}", members, partial(torch.roll, shifts=step, dims=0)
+                )
+            for factor in (2.0, 0.5):
+                yield on_all(
+                    f"{role} is {1 / factor:g} times what it should be", members, partial(operator.mul, factor)
+                )
+
+
+def on_all(meaning: str, members: list[tuple[str, Tensor]], change: Change) -> WeightRepair:
+    return WeightRepair(meaning, lambda: {name: change(p.detach()).contiguous() for name, p in members})
+
+
+def list_exchanges(inner: dict[str, list[tuple[str, Tensor]]]) -> Iterator[WeightRepair]:
+    """Two of q, k and v, or the two norms of a layer, exchanged, with their biases."""
+    names = list(inner)
+    for words, first, second in (("q and k", QUERIES, KEYS), ("k and v", KEYS, VALUES), ("q and v", QUERIES, VALUES)):
+        pairs = [(a, b) for a in names if first.search(a) for b in names if second.search(b)]
+        pairs = [
+            (a, b)
+            for a, b in pairs
+            if a.rpartition(".")[0].rpartition(".")[0] == b.rpartition(".")[0].rpartition(".")[0]
+        ]
+        if pairs and all(fits(inner, a, b) for a, b in pairs):
+            yield WeightRepair(f"The weights of {words} are exchanged", partial(exchange, inner, pairs))
+    norms = [role for role in names if NORMS.search(role) and role.endswith(".weight") and inner[role][0][1].ndim == 1]
+    for at, a in enumerate(norms):
+        for b in norms[at + 1 :]:
+            if fits(inner, a, b):
+                yield WeightRepair(f"{a} and {b} are exchanged", partial(exchange, inner, [(a, b)]))
+
+
+def fits(inner: dict[str, list[tuple[str, Tensor]]], a: str, b: str) -> bool:
+    pairs = zip(inner[a], inner[b], strict=False)
+    return len(inner[a]) == len(inner[b]) and all(x.shape == y.shape for (_, x), (_, y) in pairs)
+
+
+def exchange(inner: dict[str, list[tuple[str, Tensor]]], pairs: list[tuple[str, str]]) -> dict[str, Tensor]:
+    """The weights, and biases if there are some, of two roles in each other's place."""
+    found: dict[str, Tensor] = {}
+    for a, b in pairs:
+        for suffix in ("weight", "bias"):
+            first, second = (inner.get(role.removesuffix("weight") + suffix) for role in (a, b))
+            if first is not None and second is not None:
+                for (name, x), (other, y) in zip(first, second, strict=True):
+                    found[name], found[other] = y.detach().clone(), x.detach().clone()
+    return found
+
+
+def list_norms(inner: dict[str, list[tuple[str, Tensor]]]) -> Iterator[WeightRepair]:
+    """Norms that multiply by w where the weights were kept as w − 1, and the other way round."""
+    norms = [
+        pair for role, members in inner.items() if NORMS.search(role) and role.endswith("weight") for pair in members
+    ]
+    if norms:
+        yield on_all("The weights of norms are 1 too small (kept as w − 1)", norms, lambda x: x + 1)
+        yield on_all("The weights of norms are 1 too large (kept as w, applied as 1 + w)", norms, lambda x: x - 1)
+
+
+def list_orders(inner: dict[str, list[tuple[str, Tensor]]], heads: int, d: int) -> Iterator[WeightRepair]:
+    """A stacked q, k, v matrix whose thirds stand in another order, or head by head."""
+    for role, members in inner.items():
+        w, width = members[0][1], 3 * heads * d
+        if not role.endswith("weight") or w.ndim != 2 or width not in w.shape:
+            continue
+        dim = w.shape.index(width)
+        both = members + inner.get(role.removesuffix("weight") + "bias", [])
+
+        for order in list(permutations(range(3)))[1:]:
+            text = f"{role} holds q, k and v as {', '.join('qkv'[at] for at in order)}"
+            yield on_all(text, both, partial(reorder, dim, order))
+        for text, shape in (
+            (f"{role} holds q, k and v head by head", (heads, 3, d)),
+            (f"{role} holds all of q, then k and v, and is read head by head", (3, heads, d)),
+        ):
+            yield on_all(text, both, partial(regroup, dim, shape))
+
+
+def reorder(dim: int, order: tuple[int, ...], x: Tensor) -> Tensor:
+    """x with the thirds of one axis, which stand in this order, as 0, 1, 2."""
+    dim = dim if x.ndim == 2 else 0
+    parts = x.chunk(3, dim)
+    return torch.cat([parts[order.index(at)] for at in range(3)], dim)
+
+
+def regroup(dim: int, shape: tuple[int, ...], x: Tensor) -> Tensor:
+    """x with the numbers of one axis, laid out as (a, b, d), laid out as (b, a, d)."""
+    dim = dim if x.ndim == 2 else 0
+    return x.movedim(dim, 0).unflatten(0, shape).transpose(0, 1).flatten(0, 2).movedim(0, dim)
+
+
+def list_pairings(inner: dict[str, list[tuple[str, Tensor]]], d: int) -> Iterator[WeightRepair]:
+    """Rows of q and k that stand as rotary pairs side by side where halves are meant, and the other way round."""
+    rows = [
+        pair
+        for role, members in inner.items()
+        if QUERIES.search(role) or KEYS.search(role) or QUERIES.search(role.replace(".bias", ".weight"))
+        or KEYS.search(role.replace(".bias", ".weight"))
+        for pair in members
+    ]  # fmt: skip
+    if not rows or d % 2 or any(p.shape[0] % d for _, p in rows):
+        return
+    yield on_all(
+        "The rows of q and k stand in pairs, where the rotation takes halves", rows,
+        lambda x: x.unflatten(0, (-1, d // 2, 2)).transpose(1, 2).flatten(0, 2),
+    )  # fmt: skip
+    yield on_all(
+        "The rows of q and k stand in halves, where the rotation takes pairs", rows,
+        lambda x: x.unflatten(0, (-1, 2, d // 2)).transpose(1, 2).flatten(0, 2),
+    )  # fmt: skip

@@ -1,0 +1,227 @@
+"""What B may do otherwise with the q, k and v of A, where its own facts do not tell: each guess is A's call, changed.
+
+The simplest come first, those that fit most last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from regard import normalizers
+from regard.health.comparing.causes.masks import other_masks
+from regard.health.comparing.causes.trial import fit_factor, name_factor, round_through
+from regard.health.comparing.scores import Kept
+
+CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)  # soft caps in use
+LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+GROUPS = "it repeats whole groups where A repeats each head (repeat, repeat_interleave)."
+Guess = tuple[str, Tensor | None, str]  # what is tried, the output, the sentence if it is B's
+
+
+@dataclass
+class Pair:
+    """The same attention call in A and B, and what is known around it."""
+
+    a: Kept
+    b: Kept
+    budget: float
+    real: Tensor | None = None
+    numbers: dict[str, float] = field(default_factory=dict)  # of the configurations, that factors may come from
+    width: int | None = None  # of a head, where q is none
+
+
+def guess_outputs(pair: Pair) -> Iterator[Guess]:
+    """Every guess in order."""
+    a, target = pair.a, pair.b.output.double()
+    s = a.scores()
+    yield from _orders(a, s, target)
+    yield from _scales(pair, s, target)
+    yield from _caps(a, s, target)
+    yield from _sinks(a)
+    yield from _masks(pair, s, target)
+    yield from _biases(a)
+    yield from _normalizers(a, s)
+    yield from _dtypes(a, s)
+    yield from _temperatures(a, s, target)
+    yield from _factors(a, target)
+
+
+def _orders(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
+    o = a.output.double()
+    order = match_heads(o, target)
+    if order is not None:
+        yield "heads in another order", o[:, order], f"its heads are A's in the order {order}."
+    group = a.q.shape[1] // a.k.shape[1]
+    if group > 1:
+        k, v = a.k.double().repeat(1, group, 1, 1), a.v.double().repeat(1, group, 1, 1)
+        tiled = a.change(k=k).scores()
+        what = "order of grouped heads"
+        yield what, a.weigh(s) @ v, f"B pairs heads with values in another order: {GROUPS}"
+        yield what, a.weigh(tiled) @ v, f"B pairs heads with keys and values in another order: {GROUPS}"
+        yield what, a.weigh(tiled) @ a.values(), f"B pairs heads with keys in another order: {GROUPS}"
+    b, h, m, e = o.shape
+    yield (
+        "heads merged without a transpose",
+        o.reshape(b, m, h, e).transpose(1, 2),
+        ("B merges the heads without bringing them behind the tokens first: numbers of heads and times are mixed."),
+    )
+
+
+def _scales(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
+    a, v = pair.a, pair.a.values()
+    f = fit_scalar(lambda f: a.weigh(f * s) @ v, target)
+    said = f"logits × {f:.4f}{name_factor(f, pair.width or a.q.shape[-1], pair.numbers)} in B: the scale is another."
+    yield "logits × a factor", a.weigh(f * s) @ v, said
+
+
+def _caps(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
+    own = "none" if a.softcap is None else f"{a.softcap:g}"
+    if a.softcap is not None:
+        yield (
+            "soft cap",
+            a.change(softcap=None).compute(),
+            f"The soft caps of the logits differ: {own} in A, none in B.",
+        )
+    fitted = fit_scalar(lambda c: a.change(softcap=c).compute(), target, max(float(s.abs().max()), 1e-3))
+    for cap in (*CAPS, fitted):
+        said = f"The soft caps of the logits differ: {own} in A, {cap:.4g} in B."
+        yield "soft cap", a.change(softcap=cap).compute(), said
+    if a.softcap is not None and a.bias is not None:
+        late = a.softcap * torch.tanh(a.change(softcap=None).scores() / a.softcap)
+        said = "B caps the logits after the bias or mask was added, A before."
+        yield "soft cap after the bias", a.weigh(late) @ a.values(), said
+
+
+def _sinks(a: Kept) -> Iterator[Guess]:
+    if a.sink is not None:
+        said = "B leaves out A's sinks: a logit per head in the softmax's denominator."
+        yield "sink", a.change(sink=None).compute(), said
+        yield "sink", a.change(sink=-a.sink).compute(), "The sinks have the other sign in B."
+    else:
+        zero = torch.zeros((1, 1, 1, 1))
+        yield "a sink of 0", a.change(sink=zero).compute(), "B adds 1 to the softmax's denominator (softmax1)."
+
+
+def _masks(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
+    a, v = pair.a, pair.a.values()
+    seen = a.seen()
+    for name, shown in other_masks(seen, pair.real, a.positions):
+        if bool((shown == seen).all()) or float(shown.any(-1).double().mean()) < 0.5:
+            continue
+        o = torch.where(shown.any(-1, keepdim=True), a.weigh(s, shown) @ v, target)  # empty rows tell nothing
+        yield "mask", o, f"The masks differ: B's output is that of {name}."
+    p = a.weigh(s, torch.ones_like(seen)).masked_fill(~seen, 0.0)
+    yield "mask after the softmax", p @ v, "B masks the weights after the softmax, so that rows no longer sum to 1."
+    for name, hidden in (("0", 0.0), ("−1", -1.0), ("1, added,", 1.0)):
+        soft = s.masked_fill(~seen, 0.0) if hidden == 0.0 else s + hidden * ~seen
+        said = f"B gives hidden keys {name} in the place of −∞: they keep their weight."
+        yield "finite masks", a.weigh(soft, torch.ones_like(seen)) @ v, said
+
+
+def _biases(a: Kept) -> Iterator[Guess]:
+    if a.bias is None:
+        return
+    changed = {"leaves out": None, "subtracts": -a.bias, "doubles": 2 * a.bias, "halves": a.bias / 2}
+    if a.bias.ndim == 4 and a.bias.shape[1] > 1:
+        changed["reverses the heads of"] = a.bias.flip(1)
+    if not isinstance(a.scale, Tensor):
+        changed["multiplies by the scale as well"] = a.bias * a.scale
+        changed["divides by the scale"] = a.bias / a.scale if a.scale else None
+    for name, bias in changed.items():
+        yield "bias", a.change(bias=bias).compute(), f"B {name} the bias on the scores."
+
+
+def _normalizers(a: Kept, s: Tensor) -> Iterator[Guess]:
+    for name in normalizers.names():
+        if a.choice is None or name != a.choice.name:
+            plain = a.change(choice=normalizers.get(name), sink=None)
+            yield "normaliser", plain.compute(), f"B's output is that of the normaliser {name}."
+    v, seen = a.values(), a.seen()
+    for hidden in (-torch.inf, torch.finfo(torch.float32).min):
+        for dim, said in ((-2, "queries"), (1, "heads"), (0, "sequences")):
+            p = torch.softmax(s.masked_fill(~seen, hidden), dim).nan_to_num()
+            yield "axis of the softmax", p @ v, f"B takes the softmax over the {said}, not the keys."
+
+
+def _dtypes(a: Kept, s: Tensor) -> Iterator[Guess]:
+    if a.q.dtype in LOW.values():
+        return
+    hidden, v, what = s.masked_fill(~a.seen(), -torch.inf), a.values(), "dtype of the softmax"
+    for name, dtype in LOW.items():
+        yield what, a.weigh(round_through(s, dtype)) @ v, f"B rounds the logits to {name} before the softmax."
+        p = torch.softmax(hidden.to(dtype), -1).double().nan_to_num()
+        yield what, p @ v, f"B computes the softmax in {name}."
+        yield what, round_through(a.weigh(s), dtype) @ v, f"B rounds the weights to {name}."
+
+
+def _temperatures(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
+    """A factor per query, the same for all heads and sequences, with a law of the position if it has one."""
+    v = a.values()
+    if s.shape[-2] < 2:
+        return
+    f = fit_scalar(lambda f: a.weigh(f * s) @ v, target, rows=True)
+    i = torch.arange(s.shape[-2]).double() if a.positions is None else a.positions.double()
+    several = (a.seen().sum(-1).amax((0, 1)) > 1) & (i > 0)  # a row of one key tells nothing
+    for name, law in (("ln(i + 1)", (i + 1).log()), ("ln(i + 2)", (i + 2).log()), ("√(i + 1)", (i + 1).sqrt())):
+        c = float((f.flatten() / law)[several].median()) if bool(several.any()) else 0.0
+        said = f"B multiplies the logits of query i by {c:.4g}·{name}: a temperature that follows the position."
+        yield "a temperature by position", a.weigh(c * law[:, None] * s) @ v, said
+    reach = f"{float(f[several].min()):.3g} to {float(f[several].max()):.3g}" if bool(several.any()) else "1"
+    said = f"B multiplies each query's logits by a number of its own, {reach}: a temperature that follows the position."
+    yield "a factor per query", a.weigh(f * s) @ v, said
+
+
+def _factors(a: Kept, target: Tensor) -> Iterator[Guess]:
+    """Factors that the output may carry, one for all or one for each row: tried last, because they fit much."""
+    o = a.output.double()
+    f = fit_factor(o, target)
+    yield "the output × a factor", f * o, f"B's output of attention is {f:.4g} times A's{name_factor(f)}."
+    each = (o * target).sum(-1, keepdim=True) / o.square().sum(-1, keepdim=True).clamp_min(1e-30)
+    yield (
+        "rows that no longer sum to 1",
+        each * o,
+        (
+            "B's rows are A's times a factor per query and head: its weights do not sum to 1 (a gate, a sink, weights "
+            "that are dropped or not normalised)."
+        ),
+    )
+
+
+def fit_scalar(output: Callable, target: Tensor, start: float = 1.0, rows: bool = False):
+    """The number from start/32 to 32·start whose output is nearest to the target: a grid, then golden sections.
+
+    With `rows` one number for each query, as a tensor [M, 1].
+    """
+    count = target.shape[-2] if rows else 1
+
+    def left(x: Tensor) -> Tensor:
+        gap = (output(start * 2.0**x) - target).square()
+        return gap.sum((0, 1, 3))[:, None] if rows else gap.sum().reshape(1, 1)
+
+    grid = [torch.full((count, 1), 0.5 * step, dtype=torch.float64) for step in range(-10, 11)]
+    best = torch.stack([left(x) for x in grid]).argmin(0).double() * 0.5 - 5.0
+    low, high, ratio = best - 0.5, best + 0.5, (5**0.5 - 1) / 2
+    for _ in range(36):
+        inner = high - ratio * (high - low), low + ratio * (high - low)
+        nearer = left(inner[0]) < left(inner[1])
+        low, high = torch.where(nearer, low, inner[0]), torch.where(nearer, inner[1], high)
+    found = start * 2.0 ** (0.5 * (low + high))
+    return found if rows else float(found)
+
+
+def match_heads(a: Tensor, b: Tensor, tolerance: float = 1e-3) -> list[int] | None:
+    """order such that head h of b [B, H, …] is head order[h] of a; None without one, or if it is the identity."""
+    heads = b.shape[1]
+    if a.shape[1] != heads or heads < 2:
+        return None
+    flat_a, flat_b = (x.double().transpose(0, 1).flatten(1) for x in (a, b))
+    order = torch.cdist(flat_b, flat_a).argmin(1)
+    left = (flat_b - flat_a[order]).norm(dim=1) / flat_b.norm(dim=1).clamp_min(1e-30)
+    found = order.tolist()
+    if float(left.max()) > tolerance or found == list(range(heads)) or len(set(found)) < heads:
+        return None
+    return found

@@ -1,0 +1,95 @@
+"""What two masks show, in words: one is the other with a window, an order or padding more or less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def describe_mask(seen: Tensor, real: Tensor | None = None) -> str:
+    """A mask [B, H, M, N] in a few words: "causal", "window of 4 keys", "all keys", … (after padding is left out)."""
+    queries, keys = seen.shape[-2:]
+    rows = torch.arange(queries)[:, None] + (keys - queries if keys > queries else 0)
+    distance = rows - torch.arange(keys)
+    shown = seen & _both_real(seen, real)
+    allowed = _both_real(seen, real).expand(seen.shape)
+    if bool((shown == allowed).all()):
+        return "all keys"
+    if keys != queries and bool((shown == (allowed & (torch.arange(queries)[:, None] >= torch.arange(keys)))).all()):
+        return "causal order aligned at the first key"
+    reach = distance.expand(seen.shape)[shown]
+    if not reach.numel():
+        return "no key"
+    least, most = int(reach.min()), int(reach.max())
+    band = allowed & (distance >= least) & (distance <= most)
+    if bool((shown == band).all()):
+        whole = most >= int(distance.max()) or most >= int(distance.expand(seen.shape)[allowed].max())
+        if least == 0:
+            return "causal order" if whole else f"causal order and a window of {most + 1} keys"
+        if least > 0:
+            return f"only keys {least} or more before the query" + ("" if whole else f", {most} at most")
+        ahead = f"{-least} key{'s' if least < -1 else ''} ahead"
+        return f"{ahead} and all before" if whole else f"{most} keys before and {-least} after the query"
+    return "a mask of another form"
+
+
+def _both_real(seen: Tensor, real: Tensor | None) -> Tensor:
+    queries, keys = seen.shape[-2:]
+    every = torch.ones(1, 1, queries, keys, dtype=torch.bool)
+    if real is None or real.shape[0] != seen.shape[0] or keys != real.shape[1] or queries != keys:
+        return every
+    return real[:, None, :, None] & real[:, None, None, :]
+
+
+def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> str:
+    """What B shows that A does not, and the other way round."""
+    rows = (
+        None if real is None or (real.shape[0], real.shape[1]) != (a.shape[0], a.shape[2]) else real[:, None, :, None]
+    )
+    differs = a != b if rows is None else (a != b) & rows
+    if real is not None and a.shape[-1] == real.shape[1]:
+        padding = ~real[:, None, None, :].expand(a.shape)
+        if bool((differs <= padding).all()):
+            return f"padding is hidden in {'A' if bool((b & differs).any()) else 'B'} only"
+    texts = [describe_mask(x, real) for x in (a, b)]
+    if texts[0] != texts[1]:
+        return f"A's queries see {texts[0]}, B's {texts[1]}"
+    heads = differs.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+    more, fewer = int((b & ~a & differs).sum()), int((a & ~b & differs).sum())
+    where = "" if len(heads) == a.shape[1] else f" in heads {', '.join(map(str, heads[:8]))}"
+    return f"B shows {more} pairs of query and key{where} that A hides, and hides {fewer} that it shows"
+
+
+def other_masks(seen: Tensor, real: Tensor | None, positions: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Masks that a port may have made instead of this one, [B, H, M, N], each with its name.
+
+    `positions` are those of the queries among the keys, if they are not the last ones.
+    """
+    queries, keys = seen.shape[-2:]
+    rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
+    top = rows - columns
+    bottom = rows + (keys - queries) - columns if positions is None else positions[:, None] - columns
+    allowed = _both_real(seen, real)
+    every = torch.ones_like(seen)
+    yield "no mask", every
+    if real is not None:
+        yield "no order, padding hidden", every & allowed
+    yield "causal order alone", every & (bottom >= 0)
+    yield "causal order and padding", every & allowed & (bottom >= 0)
+    if keys != queries and positions is None:
+        yield "causal order aligned at the first key", every & (top >= 0)
+    yield "strictly earlier keys", every & (bottom > 0)
+    yield "one key ahead", seen | (every & (bottom == -1))
+    yield "the mask inverted", ~seen
+    if queries == keys:
+        yield "the mask transposed", seen.transpose(-1, -2)
+    reach = bottom.expand(seen.shape)[seen]
+    most = int(reach.max()) if reach.numel() else 0
+    for width in (most, most + 2, (most + 1) // 2, 2 * (most + 1)):
+        if 0 < width <= keys:
+            yield (
+                f"a window of {width} keys, where A has {most + 1}",
+                every & allowed & (bottom >= 0) & (bottom < width),
+            )

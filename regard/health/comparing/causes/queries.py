@@ -1,0 +1,211 @@
+"""Why q, k or v of a call differ: rotary positions, norms, heads in another order, stacked matrices read otherwise."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from regard.health.comparing.causes import rotary
+from regard.health.comparing.causes.generic import explain_generally
+from regard.health.comparing.causes.guesses import Pair, match_heads
+from regard.health.comparing.causes.trial import Trial
+from regard.health.comparing.difference import change
+from regard.health.comparing.record import Key, Run
+from regard.health.comparing.scores import Kept, spread
+
+WORDS = {"q": "queries", "k": "keys", "v": "values"}
+
+
+def explain_inputs(pair: Pair, parts: list[str], run: Run, key: Key) -> tuple[str | None, list[str]]:
+    """(the cause or None, what was tried) of a difference in these of q, k and v; `run` is A's, `key` the call's."""
+    crossed = _find_exchange(pair)
+    if crossed:
+        return crossed, []
+    sentences: dict[str, list[str]] = {}
+    tried: list[str] = []
+    for part in parts:
+        trial = explain_part(pair, part, run, key)
+        tried += [name for name in trial.tried if name not in tried]
+        if trial.best is None:
+            return None, tried
+        sentences.setdefault(trial.best, []).append(part)
+    return "; ".join(f"{' and '.join(named)}: {text}" for text, named in sentences.items()), tried
+
+
+def explain_part(pair: Pair, part: str, run: Run, key: Key) -> Trial:
+    """Try what may have happened to q, k or v."""
+    a, b = (getattr(one, part) for one in (pair.a, pair.b))
+    a, b = with_equal_heads(a, b)
+    trial = Trial(a, b, pair.budget, part, pair.real)
+    if a.shape != b.shape:
+        trial.tried.append("shapes")
+        trial.found.append((f"the shapes differ, {list(a.shape)} in A and {list(b.shape)} in B.", 0.0))
+        return trial
+    order = match_heads(a, b)
+    if order is not None:
+        trial.explains("heads in another order", a[:, order], (
+            f"its heads are A's in the order {order}: weights sharded, stacked or repeated otherwise."
+        ))  # fmt: skip
+    heads, shared = a.shape[1], getattr(pair.a, part).shape[1]
+    if 1 < shared < heads:
+        tiled = getattr(pair.a, part).double().repeat(1, heads // shared, 1, 1)
+        trial.explains("order of grouped heads", tiled, (
+            f"B repeats the {WORDS[part]} as whole groups where A repeats each head (repeat, repeat_interleave)."
+        ))  # fmt: skip
+    if part != "v":
+        _try_rotations(trial, a, b, run, key)
+    if not trial.found:
+        explain_generally(trial)
+    return trial
+
+
+def with_equal_heads(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with one head for each that they share, or repeated for each query where they are not repeats."""
+    few = min(a.shape[1], b.shape[1])
+    if a.shape[1] == b.shape[1] or a.shape[1] % few or b.shape[1] % few:
+        return a, b
+    single = [x[:, :: x.shape[1] // few] for x in (a, b)]
+    if all(torch.equal(spread(one, x.shape[1]), x) for one, x in zip(single, (a, b), strict=True)):
+        return single[0], single[1]
+    many = max(a.shape[1], b.shape[1])
+    return spread(a, many), spread(b, many)
+
+
+def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
+    """Recover the rotation of both from what A had before it; apply B's to that."""
+    tolerance = max(rotary.FITS, trial.tolerance)
+    trial.tried.append("rotary positions")
+    for before in before_rotation(run, key, a):
+        own = rotary.recover(before, a, tolerance)
+        if own is None:
+            continue
+        for source in (before, *_before_norm(run, key, a)):
+            other = rotary.recover(source, b, tolerance)
+            if other is None and change(source, b, "q", trial.real) <= trial.tolerance:
+                trial.explains("rotary missing", source, "B leaves out rotary positions.")
+                return
+            if other is not None:
+                name, sentence = rotary.explain_rotation(own, other)
+                if source is not before:
+                    sentence = "B leaves out the norm of queries and keys (QK-norm)." if not name else (
+                        f"B leaves out the norm of queries and keys (QK-norm), and {sentence}"
+                    )  # fmt: skip
+                trial.explains(name or "QK-norm", rotary.rotate(source, other), sentence)
+                return
+        for name, source in _normed(before):
+            normed = rotary.rotate(source, own)
+            trial.explains("QK-norm added", normed, f"B norms queries and keys ({name}) where A does not.")
+    for name, source in _normed(a):
+        trial.explains("QK-norm after rotary", source, f"B norms queries and keys ({name}) after rotary positions.")
+    if a.shape[-2] == 1:
+        _try_one_position(trial, a, b, run, key)
+    if trial.found:
+        return
+    turned = rotary.recover(a, b, tolerance)
+    if turned is not None:
+        if turned.offset == 0.0 and abs(turned.factor - 1) > 1e-3 and float(turned.omega.abs().max()) < 1e-4:
+            return
+        steady = float(turned.omega.abs().max()) < 1e-4
+        sentence = (
+            "B turns it by other angles than A, and v agrees: rotary positions begin at another place."
+            if steady
+            else "B turns it by other angles than A: rotary positions of another base, scaling, pairing or none."
+        )
+        trial.explains("other angles", rotary.rotate(a, turned), sentence)
+
+
+def _try_one_position(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
+    """A decoding step: the angle between A's and B's vectors as a number of positions, by the prompt's frequencies."""
+    first = key._replace(use=0)
+    for part in ("q", "k"):
+        prompt = run.points.get(first._replace(part=part))
+        if prompt is None or prompt.shape[-2] < 3:
+            continue
+        for before in before_rotation(run, first, prompt):
+            own = rotary.recover(before, prompt)
+            if own is None:
+                continue
+            for by in range(-64, 65):
+                turn = rotary.Rotary(own.style, own.width, own.omega, float(by), 1.0)
+                if by and change(b, rotary.rotate(a, turn), "q") <= trial.tolerance:
+                    trial.explains("rotary offset", rotary.rotate(a, turn), (
+                        f"rotary positions are {abs(by)} too {'large' if by > 0 else 'small'} in B at this step: "
+                        "positions do not go on from the cache."
+                    ))  # fmt: skip
+                    return
+
+
+def before_rotation(run: Run, key: Key, like: Tensor) -> Iterator[Tensor]:
+    """Tensors that A had before its call and that may be `like` [B, H, N, D] before rotation, the last ones first."""
+    batch, heads, length, width = like.shape
+    earlier = []
+    for place, x in run.points.items():
+        if place.part == "q" and place.module == key.module and place.use == key.use:
+            break
+        if place.part.startswith("out") and place.use == key.use and x.is_floating_point():
+            earlier.append(x)
+    for x in reversed(earlier[-24:]):
+        yield from _views(x, batch, heads, length, width)
+
+
+def _views(x: Tensor, batch: int, heads: int, length: int, width: int) -> Iterator[Tensor]:
+    """Ways in which x, perhaps a stack of q, k and v, holds [B, H, N, D]."""
+    size = heads * width
+    if x.shape == (batch, heads, length, width):
+        yield x
+    if x.shape == (batch, length, heads, width):
+        yield x.transpose(1, 2)
+    if x.ndim == 2 and x.shape[0] == batch * length:
+        x = x.reshape(batch, length, -1)
+    if x.ndim != 3 or x.shape[:2] != (batch, length) or x.shape[-1] % width or x.shape[-1] < size:
+        return
+    total = x.shape[-1] // width
+    for at in range(0, total - heads + 1, heads if total % heads == 0 else 1):
+        yield x[..., at * width : at * width + size].reshape(batch, length, heads, width).transpose(1, 2)
+    if total == 3 * heads:
+        stacked = x.reshape(batch, length, heads, 3, width)
+        yield from (stacked[..., at, :].transpose(1, 2) for at in range(3))
+
+
+def _before_norm(run: Run, key: Key, like: Tensor) -> Iterator[Tensor]:
+    """What entered norms of queries or keys in this attention."""
+    batch, heads, length, width = like.shape
+    for place, x in run.points.items():
+        if place.part == "in" and "norm" in place.module.rpartition(".")[2] and place.use == key.use:
+            if place.module.startswith(key.module) and x.is_floating_point():
+                yield from itertools.islice(_views(x, batch, heads, length, width), 1)
+
+
+def _normed(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    x = x.double()
+    yield "RMS", x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+    yield "to length 1", x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    yield "LayerNorm", torch.nn.functional.layer_norm(x, x.shape[-1:])
+
+
+def _find_exchange(pair: Pair) -> str:
+    """Which of q, k and v are in each other's places."""
+    for x, y in itertools.combinations("qkv", 2):
+        pairs = (getattr(pair.a, x), getattr(pair.b, y)), (getattr(pair.a, y), getattr(pair.b, x))
+        if all(p.shape == r.shape and change(p, r, "q", pair.real) <= max(pair.budget, 1e-5) for p, r in pairs):
+            return f"{x} and {y} are exchanged: a stacked matrix was read in another order."
+    return ""
+
+
+def recover_call(kept: Kept, run: Run, key: Key) -> dict[str, rotary.Rotary]:
+    """The rotary positions of a call's q and k, recovered from what the model had before."""
+    found: dict[str, rotary.Rotary] = {}
+    for part in ("q", "k"):
+        x = getattr(kept, part)
+        tolerance = max(rotary.FITS, 4.0 * torch.finfo(x.dtype).eps) if x.is_floating_point() else rotary.FITS
+        for before in before_rotation(run, key, x):
+            if torch.equal(before, x):
+                break  # nothing turns it
+            one = rotary.recover(before, x, tolerance)
+            if one is not None and float(one.omega.abs().max()) > 1e-3:
+                found[part] = one
+                break
+    return found

@@ -1,0 +1,95 @@
+"""`Trial`: what B computed at one place, and the explanations that were tried on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from regard.health.comparing.difference import change
+
+EXACT = 2e-5  # relative error of what is computed again from float32 tensors
+CLEARLY = 4.0  # times closer than A's own: below that, an explanation explains too little
+
+
+@dataclass
+class Trial:
+    """Explanations of why `b` is not `a` at one place.
+
+    Attributes:
+        a, b: what A and B computed.
+        budget: how far two tensors are apart by rounding.
+        tried: names of what was tried, in order.
+        found: (sentence, what is left of the difference) of what reproduces b.
+    """
+
+    a: Tensor
+    b: Tensor
+    budget: float
+    part: str = ""
+    real: Tensor | None = None
+    tried: list[str] = field(default_factory=list)
+    found: list[tuple[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.before = change(self.a, self.b, self.part, self.real)
+
+    @property
+    def tolerance(self) -> float:
+        return max(self.budget, EXACT)
+
+    def explains(self, name: str, candidate: Tensor | Callable[[], Tensor | None] | None, sentence: str) -> bool:
+        """Try one explanation: `candidate` is what B would have computed if it holds. True if that is what it did."""
+        if name not in self.tried:
+            self.tried.append(name)
+        if callable(candidate):
+            candidate = candidate()
+        if candidate is None or candidate.numel() != self.b.numel():
+            return False
+        left = change(self.b, candidate.reshape(self.b.shape), self.part, self.real)
+        if not left <= self.tolerance or not left * CLEARLY <= self.before:
+            return False
+        self.found.append((sentence, left))
+        return True
+
+    @property
+    def best(self) -> str | None:
+        """The first explanation that none of the others beats clearly; None if none was found."""
+        if not self.found:
+            return None
+        least = min(left for _, left in self.found)
+        return next(sentence for sentence, left in self.found if left <= max(10.0 * least, 1e-6))
+
+
+def fit_factor(a: Tensor, b: Tensor) -> float:
+    """f that brings f·a nearest to b."""
+    a, b = a.double().flatten(), b.double().flatten()
+    return float((a * b).sum() / a.square().sum().clamp_min(1e-300))
+
+
+def name_factor(f: float, width: int | None = None, numbers: dict[str, float] | None = None) -> str:
+    """` = 0.1·ln 64 + 1`, or what else a factor is known as; empty if it is none.
+
+    >>> from regard.health.comparing.causes.trial import name_factor
+    >>> name_factor(1.41589), name_factor(8.0, 64), name_factor(1.2345)
+    (' = 0.1·ln 64 + 1', ' = √64', '')
+    """
+    known: dict[str, float] = {}
+    if width:
+        known |= {f"√{width}": width**0.5, f"1/√{width}": width**-0.5, f"{width}": width, f"1/{width}": 1 / width}
+    known |= numbers or {}
+    known |= {"ln 2": math.log(2.0), "1/ln 2 (exponentials to base 2)": 1 / math.log(2.0)}
+    for s in (2, 4, 8, 16, 32, 40, 64, 128):
+        m = 0.1 * math.log(s) + 1.0
+        known |= {f"0.1·ln {s} + 1": m, f"(0.1·ln {s} + 1)²": m * m}
+        known |= {f"1/(0.1·ln {s} + 1)": 1 / m, f"1/(0.1·ln {s} + 1)²": m**-2}
+    name = next((name for name, value in known.items() if value and abs(f / value - 1.0) < 2e-4), None)
+    return "" if name is None else f" = {name}"
+
+
+def round_through(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to a dtype, in float64."""
+    return x.to(dtype).double()

@@ -1,0 +1,164 @@
+"""The cause of a difference at one place: which explanations are tried there, and what is said if none holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from regard.health.comparing.blocks import Pairing
+from regard.health.comparing.causes.attention import explain_attention
+from regard.health.comparing.causes.generic import explain_generally
+from regard.health.comparing.causes.glue import explain_glue
+from regard.health.comparing.causes.guesses import Pair
+from regard.health.comparing.causes.modules import explain_module
+from regard.health.comparing.causes.queries import explain_inputs
+from regard.health.comparing.causes.trial import Trial
+from regard.health.comparing.record import Key, Run
+from regard.health.models.loading import describe_error
+
+LAST = (
+    "The layers agree; the difference is after the last attention: its output projection, the last MLP, the final norm "
+    "or the output layer."
+)
+NUMBERS = (
+    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale",
+    "query_pre_attn_scalar", "scale_emb", "scale_depth", "hidden_size", "final_logit_softcapping",
+)  # fmt: skip
+
+
+@dataclass
+class Case:
+    """Two models, A's run, B's run on A's inputs, and what differs."""
+
+    models: tuple[nn.Module, nn.Module]
+    a: Run
+    b: Run
+    pairing: Pairing
+    changes: dict[Key, float]
+    budgets: dict[Key, float]
+    size: float
+
+    def numbers(self) -> dict[str, float]:
+        """Factors that the configurations may bring in, by name."""
+        found: dict[str, float] = {}
+        for name, model in zip("AB", self.models, strict=True):
+            config = getattr(model, "config", None)
+            config = getattr(config, "text_config", None) or config
+            for field in NUMBERS:
+                value = getattr(config, field, None)
+                if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+                    found |= {f"{field} of {name}": float(value), f"1/{field} of {name}": 1.0 / value}
+                    found |= {f"√{field} of {name}": value**0.5, f"1/√{field} of {name}": value**-0.5}
+        return found
+
+    def tensors(self, key: Key) -> tuple[Tensor, Tensor]:
+        return self.a.points[key], self.b.points[self.pairing.places[key]]
+
+    def budget(self, key: Key) -> float:
+        return self.budgets.get(key, 0.0)
+
+
+def explain_place(case: Case, key: Key) -> tuple[str, bool, list[str]]:
+    """(the cause, was it found?, what was tried) of the first difference, at `key`."""
+    try:
+        sentence, tried = _find_cause(case, key)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # where it differs is known
+        sentence, tried = None, [f"an explanation that failed ({describe_error(error)})"]
+    if sentence is not None:
+        return sentence, True, tried
+    return _say_unknown(case, key, tried), False, tried
+
+
+def _find_cause(case: Case, key: Key) -> tuple[str | None, list[str]]:
+    """What is tried depends on the place: a call's part, a module that makes q, k or v, angles, any other."""
+    if key.part in ("q", "k", "v", "mask", "scores", "attention"):
+        return _explain_call(case, key)
+    if key.part.startswith("out") and (call := _find_call(case, key)) is not None:
+        return _explain_projection(case, key, call)
+    if (turned := _find_turned(case, key)) is not None:
+        return _explain_call(case, turned)
+    return _explain_point(case, key)
+
+
+def _find_call(case: Case, key: Key) -> Key | None:
+    """The attention call whose q, k or v this module makes, where they differ as well."""
+    for one, x in case.changes.items():
+        if one.part in ("q", "k", "v") and one.use == key.use and x > case.budget(one):
+            if key.module.startswith(f"{one.module}.") or one.module.startswith(f"{key.module.rpartition('.')[0]}."):
+                return one
+    return None
+
+
+def _explain_projection(case: Case, key: Key, call: Key) -> tuple[str | None, list[str]]:
+    """What the module does otherwise; and what that means for heads, where they are in another order or exchanged."""
+    sentence, tried = _explain_point(case, key)
+    meant, more = _explain_call(case, call)
+    if meant is None or not any(word in meant for word in ("order", "exchanged", "repeats", "other places")):
+        return sentence, tried
+    parts = meant if sentence is None else f"{meant} {sentence}"
+    return parts, [*tried, *more]
+
+
+def _find_turned(case: Case, key: Key) -> Key | None:
+    """The first queries or keys that differ, where `key` is what makes the angles of rotary positions."""
+    if not any(word in key.module.lower() for word in ("rotary", "rope")):
+        return None
+    return next((one for one, x in case.changes.items() if one.part in ("q", "k") and x > case.budget(one)), None)
+
+
+def _explain_call(case: Case, key: Key) -> tuple[str | None, list[str]]:
+    at = key._replace(part="attention")
+    pair = Pair(case.a.calls[at], case.b.calls[case.pairing.places[at]], 0.0, case.a.real, case.numbers())
+    inputs = [
+        part
+        for part in ("q", "k", "v")
+        if case.changes.get(key._replace(part=part), 0.0) > case.budget(key._replace(part=part))
+    ]
+    if key.part in inputs:
+        pair.budget = max(case.budget(key._replace(part=part)) for part in inputs)
+        return explain_inputs(pair, inputs, case.a, at)
+    pair.budget = case.budget(at)
+    if pair.a.output.shape != pair.b.output.shape:
+        shapes = f"{list(pair.a.output.shape)} in A, {list(pair.b.output.shape)} in B"
+        return f"the attention's outputs have other shapes: {shapes}.", ["shapes"]
+    trial = explain_attention(pair)
+    return trial.best, trial.tried
+
+
+def _explain_point(case: Case, key: Key) -> tuple[str | None, list[str]]:
+    a, b = case.tensors(key)
+    if a.shape != b.shape and a.numel() != b.numel():
+        return f"the shapes differ, {list(a.shape)} in A and {list(b.shape)} in B.", ["shapes"]
+    trial = Trial(a, b.reshape(a.shape), case.budget(key), key.part if key.part in ("q", "k", "v") else "", case.a.real)
+    if key.part.startswith("out"):
+        modules = [
+            model.get_submodule(name)
+            for model, name in zip(case.models, (key.module, case.pairing.places[key].module), strict=True)
+        ]
+        x = case.a.points.get(key._replace(part="in"))
+        if x is not None and key.part == "out" and key.module and case.pairing.same_code:
+            kind = type(modules[0])
+            others = {
+                name: one for name, one in case.models[0].named_modules() if type(one) is kind and one is not modules[0]
+            }
+            explain_module(trial, x, modules[0], modules[1], others)
+        elif key.module:
+            explain_generally(trial, case.numbers())
+        if trial.best is None:
+            explain_glue(trial, key, case.a, case.numbers())
+    else:
+        explain_glue(trial, key, case.a, case.numbers())
+    return trial.best, trial.tried
+
+
+def _say_unknown(case: Case, key: Key, tried: list[str]) -> str:
+    """What is known where no explanation holds."""
+    after = case.pairing.blocks[0] and case.pairing.block_of(key) is None and key.part.startswith("out")
+    where = f"{LAST} " if after and not key.module else ""
+    listed = ", ".join(dict.fromkeys(tried)) or "nothing"
+    return f"{where}It differs by {_size(case.changes[key])} of its size. None of what was tried explains it: {listed}."
+
+
+def _size(x: float) -> str:
+    return "more than its shape" if x == float("inf") else f"{x:.2g}"

@@ -1,0 +1,150 @@
+"""`ModelComparison`: what `regard.compare` returns for two models."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TextIO
+
+from regard.health.report.terminal import printable
+from regard.table import Table
+
+PARTS = ("q", "k", "v", "scores", "output", "block")
+LISTED = 12  # layers that a sentence names
+
+
+@dataclass(frozen=True)
+class LayerDifference:
+    """One layer of both models: the relative difference of each tensor, for the same input of the layer.
+
+    Attributes:
+        index: 0, 1, … in order of execution.
+        layer: its name in A.
+        reference: its name in B.
+        q, k, v: of the vectors that attention was given; inf for other shapes, None where no call was read.
+        scores: of the logits; inf where other keys are visible.
+        output: of what attention gave, before its output projection.
+        block: of what the whole layer gave.
+        differs: the tensors that differ by more than rounding.
+    """
+
+    index: int
+    layer: str
+    reference: str
+    q: float | None = None
+    k: float | None = None
+    v: float | None = None
+    scores: float | None = None
+    output: float | None = None
+    block: float | None = None
+    differs: tuple[str, ...] = ()
+
+    @property
+    def numbers(self) -> list[float | None]:
+        """The differences in the order of `PARTS`."""
+        return [getattr(self, part) for part in PARTS]
+
+    def __str__(self) -> str:
+        return f"layer {self.index} ({self.layer or 'the model itself'})"
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """What differs between A and B, two models, fingerprints or dumps that should compute the same.
+
+    Attributes:
+        same: True if nothing differs by more than rounding.
+        first: the first layer that differs; None if none does, or if the difference is before or after all layers.
+        cause: the cause in a sentence, tried on A's own tensors; what was tried, if nothing explains the difference.
+        named: True if a cause was found that reproduces B within rounding.
+        where: the first place that differs.
+        layers: every layer, in order of execution.
+        parts: what differs in the first one, of q, k, v, scores, output and block.
+        tried: the explanations that were tried.
+        output: the relative difference of the models' outputs.
+        rounding: how far rounding alone may bring the outputs apart.
+        notes: what else is to be known.
+    """
+
+    same: bool
+    first: LayerDifference | None
+    cause: str
+    named: bool
+    where: str
+    layers: list[LayerDifference]
+    output: float
+    rounding: float
+    parts: list[str] = field(default_factory=list)
+    tried: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def meaning(self) -> str:
+        """Place and cause, as the first version of `compare` called them."""
+        return self.line
+
+    @property
+    def line(self) -> str:
+        """One line that a person can act on."""
+        if self.same:
+            return self.cause
+        return f"{self.where}: {self.cause}" if self.where else self.cause
+
+    def summary(self) -> list[str]:
+        """The comparison in a few lines."""
+        shown = "no number can be given" if math.isnan(self.output) else f"by {_number(self.output)} of their size"
+        lines = [self.line, f"The outputs differ {shown}; rounding explains {_number(self.rounding)}."]
+        if self.first is not None and self.parts:
+            listed = ", ".join(f"{part} ({_number(getattr(self.first, part))})" for part in self.parts)
+            lines.append(f"First difference: {self.first}, in {listed}.")
+        return [*lines, *self.notes]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, lists and dicts; an infinite difference is null."""
+        layers = [{key: _plain(value) for key, value in asdict(layer).items()} for layer in self.layers]
+        return dict(
+            same=self.same, first=None if self.first is None else self.first.index,
+            layer=None if self.first is None else self.first.layer, where=self.where, cause=self.cause,
+            named=self.named, parts=self.parts, output=_plain(self.output), rounding=_plain(self.rounding),
+            tried=self.tried, notes=self.notes, layers=layers,
+        )  # fmt: skip
+
+    def show(self, file: TextIO | None = None) -> None:
+        """Print the summary and a row per layer."""
+        file = sys.stdout if file is None else file
+        for line in self.summary():
+            print(printable(line), file=file)
+        rows = [[str(one.index), printable(one.layer), *map(_number, one.numbers)] for one in self.layers]
+        if rows:
+            print(file=file)
+            Table(["", "layer", *PARTS], rows, "relative differences, each layer given the same input").show(file)
+
+    def __str__(self) -> str:
+        return "\n".join(self.summary())
+
+
+def _number(x: float | None) -> str:
+    return "–" if x is None else "another" if math.isinf(x) else f"{x:.2g}"
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return list(x)
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def list_layers(indices: Sequence[int]) -> str:
+    """`layer 3`, `layers 0–11` or `layers 0, 2, 4`.
+
+    >>> from regard.health.comparing.result import list_layers
+    >>> list_layers([3]), list_layers([0, 1, 2]), list_layers([0, 2, 4])
+    ('layer 3', 'layers 0–2', 'layers 0, 2, 4')
+    """
+    if len(indices) == 1:
+        return f"layer {indices[0]}"
+    if list(indices) == list(range(indices[0], indices[-1] + 1)):
+        return f"layers {indices[0]}–{indices[-1]}"
+    more = f", … ({len(indices)} in all)" if len(indices) > LISTED else ""
+    return f"layers {', '.join(map(str, indices[:LISTED]))}{more}"

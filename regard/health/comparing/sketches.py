@@ -1,0 +1,185 @@
+"""What a fingerprint keeps of a run: sketches at chosen tokens, statistics of logits, samples of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.health.comparing.record import Key, Run
+from regard.health.comparing.scores import Kept
+from regard.health.comparing.sketch import HEAD, HIDDEN, LARGE, choose_tokens, sketch
+
+TOP = 16  # logits that are kept of each token, the largest
+SIZES = ((8, HEAD), (6, HEAD), (4, HEAD), (4, 4), (2, 4))  # tokens of a batch, numbers of a head's vector
+AIM, SAMPLES = 100_000, 60_000  # bytes of the sketches, and of the samples of attention
+SAMPLE_ROWS = 3
+MODULES = 24  # of a layer
+Layer = tuple[str, list[Key]]  # a block's name, and its attention calls
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which tokens are kept, how many numbers of each head's vector, and of how many heads the attention is sampled."""
+
+    rows: list[tuple[int, int]]
+    width: int
+    heads: int
+    shape: tuple[int, int]
+
+    def rows_of(self, batch: int, length: int) -> list[tuple[int, int]]:
+        """The chosen tokens of a tensor; of another length than the model's own, those that its length gives."""
+        if (batch, length) == self.shape:
+            return self.rows
+        return choose_tokens(batch, length)[: len(self.rows)]
+
+
+def make_plan(run: Run, layers: list[Layer]) -> Plan:
+    """Choose by the size of the file."""
+    calls = [run.calls[key] for _, keys in layers for key in keys]
+    places = (key for name, _ in layers for key in (Key("out", name), Key("in", name)))
+    like = next((run.points[key] for key in places if key in run.points and run.points[key].ndim > 2), None)
+    shape = (calls[0].q.shape[0], calls[0].q.shape[2]) if like is None and calls else (1, 1)
+    if like is not None:
+        shape = like.shape[0], like.shape[1]
+    real = None if run.real is None or tuple(run.real.shape) != shape else run.real.numpy()
+    heads = sum(2 * one.q.shape[1] + 2 * one.k.shape[1] for one in calls)
+    for count, width in SIZES:
+        each = heads * (width + 1) + 5 * sum(one.q.shape[1] for one in calls) + 2 * (HIDDEN + 1) * len(layers)
+        if 4 * each * count <= AIM:
+            break
+    keys = max((one.k.shape[2] for one in calls), default=1)
+    per_head = 4 * len(calls) * keys * (2 * width + 3 * SAMPLE_ROWS)
+    return Plan(choose_tokens(*shape, real)[:count], width, SAMPLES // max(per_head, 1), shape)
+
+
+def make_sketches(run: Run, layers: list[Layer], plan: Plan) -> dict[str, np.ndarray]:
+    """The tensors of a fingerprint by name, without the samples."""
+    found: dict[str, np.ndarray] = {}
+    for at, (name, calls) in enumerate(layers):
+        for part, key in (("input", Key("in", name)), ("output", Key("out", name))):
+            x = run.points.get(key)
+            if x is not None and x.is_floating_point():
+                found[f"layers.{at}.{part}"] = _at_tokens(x, plan, HIDDEN)
+        for number, key in enumerate(calls[:2]):
+            prefix = f"layers.{at}." + ("cross." if number else "")
+            for part in ("q", "k", "v", "attention"):
+                x = run.points.get(key._replace(part=part))
+                if x is not None and x.ndim == 4:
+                    found[prefix + part] = _at_tokens(x.transpose(1, 2), plan, plan.width)
+            if run.calls[key].is_readable:
+                found |= {prefix + part: x for part, x in _score_rows(run.calls[key], plan).items()}
+        for module in list_modules(run, name, calls):
+            if module != "@attention":
+                x = run.points[Key("out", f"{name}.{module}")]
+                found[f"layers.{at}.at.{module}"] = _at_tokens(x, plan, HEAD)
+    final = run.points.get(Key("out", ""))
+    if final is not None and final.ndim == 3:
+        found["final"] = _at_tokens(final, plan, HIDDEN)
+        rows = plan.rows_of(*final.shape[:2])
+        top = torch.stack([final[b, n].float() for b, n in rows]).topk(min(TOP, final.shape[-1]))
+        found["logits.values"] = top.values.nan_to_num(0.0, float(LARGE), -float(LARGE)).numpy()
+        found["logits.ids"] = top.indices.int().numpy()
+    elif final is not None:
+        found["final"] = sketch(final.float().reshape(max(len(final) if final.ndim else 1, 1), -1)[:8].numpy(), HIDDEN)
+    return found
+
+
+def list_modules(run: Run, name: str, calls: list[Key]) -> list[str]:
+    """The innermost modules of a block in order of execution, with "@attention" where its first call is."""
+    found: list[str] = []
+    prefix = f"{name}."
+    inner = [key.module for key in run.points if key.part == "in" and key.use == 0 and key.module.startswith(prefix)]
+    for key, x in run.points.items():
+        if key.use or not key.module.startswith(prefix):
+            continue
+        if calls and key == calls[0]:
+            found.append("@attention")
+        leaf = not any(other.startswith(f"{key.module}.") for other in inner)
+        if key.part == "out" and leaf and x.is_floating_point() and x.ndim in (2, 3):
+            found.append(key.module.removeprefix(prefix))
+    return found[:MODULES]
+
+
+def _at_tokens(x: Tensor, plan: Plan, count: int) -> np.ndarray:
+    """A sketch of x [B, N, …] at the chosen tokens; x [B·N, C] is taken by its rows."""
+    batch, length = plan.shape
+    if x.ndim == 2:
+        x = x.reshape(batch, length, -1) if len(x) == batch * length else x[None]
+    picked = torch.stack([x[b, n] for b, n in plan.rows_of(x.shape[0], x.shape[1])]).double()
+    if not bool(torch.isfinite(picked).all()):
+        raise ValueError("the model computes values that are not finite; regard.check says where they begin")
+    return sketch(picked.numpy(), count)
+
+
+def _cut(kept: Kept, b: int, rows: list[int]) -> Kept:
+    """A call of one sequence and a few of its queries."""
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        if x is None or x.ndim < 4:
+            return x
+        return x.expand(*kept.shape[:3], x.shape[-1])[b : b + 1, :, rows]
+
+    return kept.change(
+        q=kept.q[b : b + 1, :, rows], k=kept.k[b : b + 1], v=kept.v[b : b + 1], output=kept.output[b : b + 1, :, rows],
+        visible=kept.seen()[b : b + 1, :, rows], sink=cut(kept.sink), temperature=cut(kept.temperature),
+        bias=None if kept.bias is None else kept.bias.expand(kept.shape)[b : b + 1, :, rows],
+    )  # fmt: skip
+
+
+def _score_rows(kept: Kept, plan: Plan) -> dict[str, np.ndarray]:
+    """Of the chosen rows: the logits' max, mean, deviation, log-sum-exp [T, H, 4]; first, last and number of keys."""
+    stats, seen = [], []
+    for b, n in plan.rows_of(kept.q.shape[0], kept.q.shape[2]):
+        one = _cut(kept, b, [n])
+        s, shown = one.scores()[0, :, 0], one.seen()[0, :, 0]
+        count = shown.sum(-1).clamp_min(1)
+        mean = s.masked_fill(~shown, 0.0).sum(-1) / count
+        deviation = ((s - mean[:, None]).square().masked_fill(~shown, 0.0).sum(-1) / count).sqrt()
+        hidden = s.masked_fill(~shown, -torch.inf)
+        stats.append(torch.stack([hidden.amax(-1), mean, deviation, hidden.logsumexp(-1)], -1))
+        keys = shown.any(0).nonzero().flatten()
+        ends = [int(keys[0]), int(keys[-1]) + 1] if len(keys) else [0, 0]
+        seen.append([*ends, int(shown.sum(-1).max()) if len(keys) else 0])
+    values = torch.stack(stats).nan_to_num(0.0, float(LARGE), -float(LARGE)).float()
+    return dict(scores=values.numpy(), mask=np.array(seen, dtype=np.int32))
+
+
+def sample_attention(kept: Kept, plan: Plan) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """A few heads' logits over all keys in a few rows of one sequence, and sketches of the values: (tensors, facts).
+
+    From these the output of any other mask, cap, sink or normaliser can be computed, as a sketch. `raw` are the logits
+    before the soft cap, `tiled` those of grouped heads that are repeated as whole groups.
+    """
+    if not kept.is_readable or not plan.heads:
+        return {}, {}
+    rows = plan.rows_of(kept.q.shape[0], kept.q.shape[2])
+    b = rows[0][0]
+    chosen = [at for at, (one, n) in enumerate(rows) if one == b and (n or len(rows) == 1)][:SAMPLE_ROWS]
+    if not chosen:
+        return {}, {}
+    many, groups = kept.q.shape[1], kept.k.shape[1]
+    heads = list(range(min(many, plan.heads)))
+    one = _cut(kept, b, [rows[at][1] for at in chosen]).change(bias=None, temperature=None, softcap=None)
+    found = dict(raw=one.scores()[0, heads].transpose(0, 1), seen=one.seen()[0, heads].transpose(0, 1).to(torch.int8))
+    found["v"] = torch.from_numpy(sketch(one.values()[0, heads].numpy(), plan.width)).transpose(0, 1)
+    if 1 < groups < many:
+        tiled = one.change(k=one.k.repeat(1, many // groups, 1, 1), v=one.v.repeat(1, many // groups, 1, 1))
+        found["tiled"] = tiled.scores()[0, heads].transpose(0, 1)
+        found["tiled_v"] = torch.from_numpy(sketch(tiled.values()[0, heads].numpy(), plan.width)).transpose(0, 1)
+    whole = _cut(kept, b, [rows[at][1] for at in chosen])
+    for name, x in (("bias", whole.bias), ("sink", whole.sink), ("temperature", whole.temperature)):
+        if x is not None:
+            found[name] = x.expand(1, many, len(chosen), x.shape[-1])[0, heads].transpose(0, 1)
+    tensors = {name: _plain(x) for name, x in found.items()}
+    return tensors, dict(rows=chosen, heads=heads)
+
+
+def _plain(x: Tensor) -> np.ndarray:
+    x = x.contiguous()
+    if x.dtype == torch.int8:
+        return x.numpy()
+    return x.double().nan_to_num(0.0, 1e30, -1e30).clamp(-1e30, 1e30).float().numpy()

@@ -1,0 +1,177 @@
+"""`run_checks`: runs the model again for every check, for the loss under changes, and without each head."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import regard
+from regard.health import checks
+from regard.health.checks import SEVERITIES, Finding, NotApplicable, Rule
+from regard.health.checks.finding import Heads, Layers, sort_findings
+from regard.health.contract.ablation import Ablation, Ablator, ablate, describe_effect
+from regard.health.contract.rounding import RoundingEffect, measure_rounding
+from regard.health.probe.probe import change_calls
+from regard.health.probe.task import LossChange, LossReading
+from regard.health.probe.trial import Trial
+from regard.health.what_if import WhatIf, parse
+
+MOST_HEADS = 512  # of a finding whose heads are removed together
+
+
+SECONDS = 60.0  # after which no further check begins
+PLACES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, regard))
+
+
+@dataclass
+class Checks:
+    """What the checks found out besides findings."""
+
+    done: list[str] = field(default_factory=list)  # names of the checks that were made
+    skipped: list[tuple[str, str]] = field(default_factory=list)  # (name, why it was not made)
+    loss: LossReading | None = None
+    what_if: dict[str, LossChange] = field(default_factory=dict)  # change -> its effect on the loss
+    rounding: dict[str, RoundingEffect] = field(default_factory=dict)  # what-if -> its effect on each head
+    ablation: Ablation | None = None
+    seconds: float = 0.0
+    made: list[str] = field(default_factory=list)  # codes of the checks that were made
+    reasons: list[tuple[str, str]] = field(default_factory=list)  # (code, why it was not made)
+
+    def skip(self, rules: Sequence[Rule], reason: str) -> None:
+        """Notes why these rules were not checked."""
+        self.reasons += [(rule.code, reason) for rule in rules]
+        self.skipped.append((rules[0].title, reason))
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(
+            done=self.done, skipped=[list(pair) for pair in self.skipped],
+            loss=None if self.loss is None else self.loss.to_json(),
+            what_if={name: change.to_json() for name, change in self.what_if.items()},
+            rounding={name: effect.to_json() for name, effect in self.rounding.items()},
+            ablation=None if self.ablation is None else self.ablation.to_json(), seconds=round(self.seconds, 3),
+        )  # fmt: skip
+
+
+def run_checks(
+    model: nn.Module, batches: Sequence[Any], layers: Layers, heads: Heads, found: Sequence[Finding],
+    changes: Sequence[WhatIf] = (), *, causal: bool | None = None, loss: Callable | None = None,
+    ablation_seconds: float = 0.0, predictor: nn.Module | None = None, tokenizer: Any = None,
+    chosen: Collection[str] | None = None, seconds: float = SECONDS,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> tuple[Checks, list[Finding]]:  # fmt: skip
+    """Returns what the checks found out, and all findings: `found` with effects added, and new ones.
+
+    Checks begin in the order of their codes until `seconds` have passed; `chosen` are codes (None: all);
+    `progress(code, number, total)` is called before each.
+    """
+    started = time.perf_counter()
+    result, findings = Checks(), list(found)
+    trial = Trial(
+        model if predictor is None else predictor, batches, layers, heads, causal, loss, model, tokenizer
+    )  # fmt: skip
+    devices = [trial.device] if trial.device.type == "cuda" else []
+    has_runs = trial.batches or loss is not None
+    wanted = [
+        module for module in filter(checks.runs_model, checks.modules())
+        if chosen is None or any(rule.code in chosen for rule in module.RULES)
+    ]  # fmt: skip
+    with torch.random.fork_rng(devices), trial.probe.active() if has_runs else contextlib.nullcontext():
+        for number, module in enumerate(wanted):
+            if progress is not None:
+                progress(module.RULES[0].code, number, len(wanted))
+            if time.perf_counter() - started > seconds:
+                result.skip(module.RULES, f"out of time: {seconds:g} s had passed")
+                continue
+            modes = [(part, part.training) for part in trial.model.modules()]
+            try:
+                new = module.check(trial)
+            except NotApplicable as reason:
+                result.skip(module.RULES, str(reason))
+            except Exception as error:  # the model may refuse other tokens or lengths
+                result.skip(module.RULES, describe_raised(error))
+            else:
+                result.done.append(checks.name_of(module))
+                result.made += [rule.code for rule in module.RULES]
+                findings = _merge(findings, [one for one in new if chosen is None or one.code in chosen])
+            for part, training in modes:
+                part.training = training
+        for rule, why in trial.skipped:
+            result.skip((rule,), why)
+        try:
+            if chosen is None or any(code.startswith("RG8") for code in chosen):
+                result.loss = trial.loss_reading
+            _try_changes(trial, result, changes, findings)
+            if ablation_seconds > 0.0 and (trial.task is not None or trial.batches):
+                ablator = Ablator(trial)
+                result.ablation = ablate(trial, ablator, ablation_seconds)
+                findings = [_with_effect(trial, ablator, finding) for finding in findings]
+        except Exception as error:
+            result.skipped.append(("loss and ablation", describe_raised(error)))
+    findings = [_with_remedies(finding, result.what_if) for finding in findings]
+    result.seconds = time.perf_counter() - started
+    return result, sort_findings(findings)
+
+
+def describe_raised(error: Exception) -> str:
+    """An error that the model raised, with the line of the user's code or library where it was raised."""
+    first = str(error).strip().split("\n")[0]
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    place = next((at for at in reversed(frames) if not at[0].startswith((*PLACES, "<"))), None)
+    where = "" if place is None else f" ({Path(place[0]).name}, line {place[1]})"
+    return f"the model raised {type(error).__name__}: {first[:200]}{where}"
+
+
+def _merge(findings: list[Finding], new: Sequence[Finding]) -> list[Finding]:
+    """Both lists; of a kind that is in both, the graver finding, the first if they are alike."""
+    for finding in new:
+        same = [one for one in findings if one.kind == finding.kind]
+        ranks = [SEVERITIES.index(one.severity) for one in same]
+        if not same or min(ranks) > SEVERITIES.index(finding.severity):
+            findings = [one for one in findings if one.kind != finding.kind] + [finding]
+    return findings
+
+
+def _try_changes(trial: Trial, result: Checks, changes: Sequence[WhatIf], findings: Sequence[Finding]) -> None:
+    """Measures the loss under each what-if, and under the remedies of warnings, and what roundings do to heads."""
+    if trial.task is not None and trial.losses is not None:
+        _measure_losses(trial, result, changes, findings)
+    if trial.batches:
+        roundings = [change for change in changes if change.roundings]
+        result.rounding = {one.name: measure_rounding(trial, one, result.what_if.get(one.name)) for one in roundings}
+
+
+def _measure_losses(trial: Trial, result: Checks, changes: Sequence[WhatIf], findings: Sequence[Finding]) -> None:
+    assert trial.task is not None and trial.losses is not None
+    remedies = [parse(text) for one in findings if one.severity != "note" for text in one.what_if]
+    for change in {change.name: change for change in (*changes, *remedies)}.values():
+        try:
+            changed = trial.task.losses(change_calls(change))
+        except (ValueError, TypeError, NotImplementedError):
+            continue  # the report's what-if says why it is refused
+        result.what_if[change.name] = trial.task.compare(trial.losses, changed)
+
+
+def _with_remedies(finding: Finding, tried: dict[str, LossChange]) -> Finding:
+    """The finding, with the effect of its remedies on the loss added to their text."""
+    effects = [f"{name}: {tried[name]}" for name in finding.what_if if name in tried]
+    if not effects or finding.severity == "note":
+        return finding
+    return replace(finding, remedy=f"{finding.remedy} Tried here, without training: {'; '.join(effects)}.")
+
+
+def _with_effect(trial: Trial, ablator: Ablator, finding: Finding) -> Finding:
+    """The finding, with the effect of its heads added to the evidence if it is about some of the heads only."""
+    layers = {layer.index: layer for layer in trial.layers}
+    places = [((layers[index].name, layers[index].use), head) for index, head in finding.places if index in layers]
+    total = sum(layer.heads for layer in trial.layers)
+    if not places or len(places) == total or len(places) > MOST_HEADS or finding.kind in checks.kinds(runs=True):
+        return finding
+    return replace(finding, evidence=finding.evidence + describe_effect(ablator, places))

@@ -1,0 +1,45 @@
+"""Is the scale of a layer's call the one that its class means? Then it says nothing about a mistake.
+
+Under QK-norm the norms bound the logits whatever the scale is (Gemma 3n and 4 use 1); T5 has none because its weights
+start smaller; Granite's is a number of the configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+QK_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_?(layer_?)?norm$|(^|\.)norm_?(q|k)$")
+SCALE_OF_ONE = re.compile(r"self\.(scaling|scale)\s*=\s*1(\.0*)?\s*(#|$)", re.MULTILINE)
+NAMED = ("attention_multiplier", "query_pre_attn_scalar")
+BUCKETS = "relative_attention_num_buckets"  # of the T5 family
+SAME = 1e-3
+
+
+def is_designed(module: nn.Module, scale: float) -> bool:
+    """True if a layer's class or configuration means this scale of its scores, though it is not 1/√d."""
+    if any(QK_NORM.search(name) for name in module._modules):
+        return True
+    config = getattr(module, "config", None)
+    for name in NAMED:
+        value = getattr(config, name, None)
+        if isinstance(value, (int, float)) and value > 0:
+            meant = float(value) if name == NAMED[0] else float(value) ** -0.5
+            return abs(scale / meant - 1) < SAME
+    if not type(module).__module__.startswith("transformers.") or abs(scale - 1) > SAME:
+        return False
+    kind: Any = type(module)
+    return hasattr(module, BUCKETS) or hasattr(module, "relative_attention_bias") or _sets_one(kind)
+
+
+@cache
+def _sets_one(kind: Any) -> bool:
+    """True if the class sets its scale to 1."""
+    try:
+        return SCALE_OF_ONE.search(inspect.getsource(kind)) is not None
+    except (OSError, TypeError):
+        return False

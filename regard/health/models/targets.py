@@ -1,0 +1,262 @@
+"""What a command line may name: a folder, a hub name, `hf-tiny:NAME`, `module:function` or `script.py:trainer`.
+
+Nothing heavy is imported before it is known that the target exists.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import re
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TINY = "hf-tiny:"
+SCRIPT = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+WAIT = 1.2  # seconds for the hub to say whether a model exists
+MORE = ("pixel_values", "bbox", "input_features", "input_values")  # tried if the forward fails without them
+ROWS, LENGTH, PADDING = 4, 48, 5  # of the batch of a tiny model
+ENDINGS = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of classes, best first
+
+
+class TargetError(Exception):
+    """Says in one line why a target cannot be used, and what to do."""
+
+
+def require_target(spec: str) -> None:
+    """Raises TargetError, within two seconds, for a target that does not exist."""
+    if not spec.strip():
+        raise TargetError("the target is empty; pass a folder, a hub name, hf-tiny:NAME or module:function")
+    script = SCRIPT.fullmatch(spec)
+    if script is not None:
+        if not Path(script["path"]).is_file():
+            raise TargetError(f"there is no file {script['path']!r}")
+    elif spec.startswith(TINY) or os.path.exists(spec):
+        return
+    elif ":" in spec:
+        _require_module(spec.partition(":")[0], spec)
+    elif HUB_NAME.fullmatch(spec) and not spec.startswith("."):
+        _require_on_hub(spec)
+    else:
+        raise TargetError(f"there is no folder {spec!r}; pass a folder, a hub name, hf-tiny:NAME or module:function")
+
+
+def _require_module(name: str, spec: str) -> None:
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(name.split(".")[0]) if name else None
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise TargetError(f"{spec!r}: there is no module {name!r} in this folder or installed; write module:function")
+
+
+def _require_on_hub(name: str) -> None:
+    """Asks the cache, then the hub, for WAIT seconds at most; an unclear answer is left to loading."""
+    try:
+        from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE
+    except ImportError:
+        raise TargetError('a hub name needs transformers: pip install "regard[hf]"') from None
+    if (Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir():
+        return
+    otherwise = "pass a folder, or hf-tiny:NAME for an architecture with random weights"
+    if HF_HUB_OFFLINE:
+        raise TargetError(f"there is no folder {name!r}, and the hub is switched off (HF_HUB_OFFLINE); {otherwise}")
+    answer: list[str] = []
+
+    def ask() -> None:
+        request = urllib.request.Request(f"{ENDPOINT}/api/models/{name}", method="HEAD")
+        try:
+            urllib.request.urlopen(request, timeout=WAIT).close()
+            answer.append("")
+        except urllib.error.HTTPError as error:
+            answer.append("the hub has no model of that name" if error.code == 404 else "")
+        except OSError as error:
+            answer.append(f"the hub cannot be reached ({getattr(error, 'reason', error)})")
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    reason = answer[0] if answer else "the hub did not answer"
+    if reason:
+        raise TargetError(f"there is no folder {name!r}, and {reason}; {otherwise}")
+
+
+def load_target(spec: str, **options: Any) -> Any:
+    """The `Subject` that a target names; `options` are those of `loading.load`."""
+    from regard.health.models import loading
+
+    require_target(spec)
+    script = SCRIPT.fullmatch(spec)
+    try:
+        if spec.startswith(TINY):
+            return load_tiny(spec)
+        if script is not None:
+            return load_script(Path(script["path"]), script["name"], options["device"], options["limit"])
+        return loading.load(spec, **options)
+    except loading.LoadError as error:
+        raise TargetError(str(error)) from error
+
+
+def load_tiny(spec: str) -> Any:
+    """A small model of an architecture with random weights, and a padded batch of random tokens, images or sounds."""
+    from regard.health.models.loading import Subject
+    from regard.health.models.tiny_architectures import NotBuilt, build_model
+    from regard.health.models.tiny_inputs import make_batch
+
+    name = spec.removeprefix(TINY)
+    config = _read_config(name, spec)
+    reason = "no class of the library takes its configuration"
+    endings = ENDINGS[::-1] if getattr(config, "is_encoder_decoder", False) else ENDINGS
+    for ending, more in [(ending, more) for ending in (*endings, None) for more in ((), MORE)]:
+        try:
+            model = build_model(config, kind=ending, attention=None)
+            batches = [make_batch(model, ROWS, LENGTH, seed, PADDING, more) for seed in range(2)]
+            _run(model, batches[0])
+        except NotBuilt as error:
+            reason = str(error)
+        except Exception as error:  # the forward of that class wants more than its signature says
+            reason = f"its forward raised {type(error).__name__}: {error}".split("\n")[0]
+        else:
+            note = f"{LENGTH} random tokens, images or sounds; random weights"
+            return Subject(f"{TINY}{name}", model, batches, dict(input=note), trained=False)
+    raise TargetError(
+        f"{spec!r} could not be built small: {reason[:300]}; write a function that returns (model, batches)"
+    )
+
+
+def _run(model: Any, batch: dict[str, Any]) -> None:
+    import torch
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        model(**batch)
+
+
+def _read_config(name: str, spec: str) -> Any:
+    """The small configuration of a model type, of a folder, or of a hub name."""
+    from regard.health.models.tiny_architectures import NotBuilt, list_names, make_config, shrink
+
+    try:
+        if os.path.isdir(name) or "/" in name:
+            import transformers
+
+            if not os.path.isdir(name):
+                _require_on_hub(name)
+            return shrink(transformers.AutoConfig.from_pretrained(name, trust_remote_code=False))
+        known = {one.replace("-", "_"): one for one in list_names()}
+        return make_config(known.get(name.replace("-", "_"), name))
+    except NotBuilt as error:
+        import difflib
+
+        near = difflib.get_close_matches(name, list_names(), n=3, cutoff=0.6)
+        hint = f"did you mean {' or '.join(near)}?" if near else "pass a model type of transformers, such as qwen3"
+        raise TargetError(f"{spec!r}: {error}; {hint}") from None
+    except TargetError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise TargetError(f"{spec!r}: its configuration could not be read: {type(error).__name__}: {text}") from error
+
+
+class Stopped(BaseException):
+    """Ends a script at `trainer.train()`, which must not train."""
+
+
+def load_script(path: Path, name: str, device: str, limit: int) -> Any:
+    """The model and batches of a script's trainer, or of a function of it that returns one or (model, batches)."""
+    from regard.health.models.loading import Subject, describe_error
+
+    spec = f"{path}:{name}"
+    seen: list[Any] = []
+    try:
+        module = _run_script(path, seen)
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"{spec!r}: running {path.name} raised {describe_error(error)}") from error
+    found = module.get(name, seen[0] if seen else None)
+    if found is None:
+        raise TargetError(
+            f'{spec!r}: {path.name} defines no {name!r} outside of `if __name__ == "__main__"`; write a function that '
+            f"returns the trainer and pass {path.name}:function"
+        )
+    if callable(found) and not hasattr(found, "get_train_dataloader"):
+        try:
+            found = found()
+        except Stopped:
+            found = seen[-1]
+        except (Exception, SystemExit) as error:
+            raise TargetError(f"{spec!r}: the function raised {describe_error(error)}") from error
+    if hasattr(found, "get_train_dataloader"):
+        model, batches, tokenizer = _read_trainer(found, spec, limit)
+        return Subject(name, model, batches, dict(input=f"the training batches of {spec}"), tokenizer)
+    import torch
+
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], torch.nn.Module)):
+        got = type(found).__name__
+        raise TargetError(f"{spec!r} must be a Trainer, or a function that returns one or (model, batches), got {got}")
+    model, given = found
+    if any(p.is_meta for p in model.parameters()):
+        raise TargetError(f"{spec!r}: its weights are on the meta device, which have no values; load them first")
+    single = isinstance(given, (torch.Tensor, Mapping)) or callable(given)
+    return Subject(
+        name, model.to(device), list(itertools.islice([given] if single else given, limit)),
+        dict(input=f"the batches of {spec}"),
+    )  # fmt: skip
+
+
+def _run_script(path: Path, seen: list[Any]) -> dict[str, Any]:
+    """Runs a script as a module up to the first `trainer.train()`; returns its names, keeps the trainer in `seen`."""
+    import types
+
+    import transformers
+
+    trainer: Any = transformers.Trainer
+    before = trainer.train
+
+    def stop(self: Any, *arguments: Any, **named: Any) -> None:
+        seen.append(self)
+        raise Stopped
+
+    module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
+    sys.path.insert(0, str(path.parent.resolve()))
+    arguments, sys.argv = sys.argv, [str(path)]
+    trainer.train = stop
+    known, sys.modules[path.stem] = sys.modules.get(path.stem), module
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    except Stopped:
+        pass
+    finally:
+        trainer.train = before  # type: ignore[method-assign]
+        sys.path.pop(0)
+        sys.argv = arguments
+        if known is not None:
+            sys.modules[path.stem] = known
+    return vars(module)
+
+
+def _read_trainer(trainer: Any, spec: str, limit: int) -> tuple[Any, list[Any], Any]:
+    """(model, the first batches of its collator, tokenizer) of a Hugging Face Trainer."""
+    import torch
+
+    from regard.health.models.loading import describe_error
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            batches = list(itertools.islice(trainer.get_train_dataloader(), limit))
+    except Exception as error:
+        raise TargetError(f"{spec!r}: its training batches could not be made: {describe_error(error)}") from error
+    if not batches:
+        raise TargetError(f"{spec!r}: its loader gave no batch; check train_dataset and drop_last")
+    device = next((p.device for p in trainer.model.parameters()), torch.device("cpu"))
+    moved = [{k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in one.items()} for one in batches]
+    return trainer.model, moved, getattr(trainer, "processing_class", None)

@@ -1,0 +1,66 @@
+"""`Writer`: the one way in which reports reach a terminal: wrapped, with hanging indents, coloured only there."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from typing import Any, TextIO
+
+WIDTH = 80  # where the file is no terminal
+LABEL = 10  # columns of a field's name, with the indent
+
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped, which a terminal would obey.
+
+    >>> from regard.health.report.writer import printable
+    >>> printable("layer\\x1b[31m")
+    'layer\\\\x1b[31m'
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+class Writer:
+    """Prints lines of text to a file, standard output if None, and counts them."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self.file = sys.stdout if file is None else file
+        self.is_terminal = self.file.isatty()
+        self.width = WIDTH
+        if self.is_terminal:
+            from rich.console import Console
+
+            self._console = Console(file=self.file, highlight=False, markup=False, emoji=False, soft_wrap=True)
+            self.width = max(min(self._console.width, 100), 60)
+        self.lines = 0
+
+    def line(self, text: str = "", style: str = "", most: int = 0, hanging: int = 2) -> None:
+        """Prints a text, wrapped at words with a hanging indent; at most `most` lines of it, 0 for all."""
+        parts = self.wrap(text, hanging, most) or [""]
+        for part in parts:
+            self.lines += 1
+            if self.is_terminal:
+                from rich.text import Text
+
+                self._console.print(Text(part, style=style), soft_wrap=True)
+            else:
+                print(self._encodable(part), file=self.file)
+
+    def field(self, name: str, text: str, most: int = 2) -> None:
+        """Prints `name  text` indented, later lines under the text."""
+        self.line(f"    {name:<{LABEL - 4}}{printable(text)}", most=most, hanging=LABEL)
+
+    def wrap(self, text: str, hanging: int, most: int) -> list[str]:
+        """The lines of a text; the last ends in … where some are left out."""
+        text = printable(text)
+        indent = text[: len(text) - len(text.lstrip())]
+        cut: dict[str, Any] = dict(max_lines=most, placeholder=" …") if most else {}
+        return textwrap.wrap(
+            text.strip(), self.width, initial_indent=indent, subsequent_indent=" " * hanging,
+            break_long_words=False, break_on_hyphens=False, **cut,
+        )  # fmt: skip
+
+    def _encodable(self, text: str) -> str:
+        """The text, with ? for what the file's encoding lacks."""
+        encoding = getattr(self.file, "encoding", None) or "utf-8"
+        return text.encode(encoding, errors="replace").decode(encoding)

@@ -1,1 +1,0 @@
-"""One file per training experiment; `regard.lab.training.names()` finds them by looking."""

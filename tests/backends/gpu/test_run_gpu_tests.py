@@ -1,0 +1,31 @@
+"""tools/run_gpu_tests.py: processes end together, and one summary tells what failed."""
+
+import subprocess
+import sys
+import time
+
+import run_gpu_tests
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+
+
+def test_processes_that_ignore_the_interrupt_are_killed(monkeypatch):
+    monkeypatch.setattr(run_gpu_tests, "GRACE", 0.5)
+    running = [subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) for _ in range(2)]
+    for process in running:
+        process.stdout.readline()  # it ignores the interrupt from here on
+    assert not run_gpu_tests.wait_for_all(running, time.monotonic())
+    assert [process.wait() for process in running] == [-9, -9]
+    for process in running:
+        process.stdout.close()
+
+
+def test_the_summary_names_what_failed(capsys):
+    lines = [dict(test="a.py::one", outcome="passed", seconds=2.0, text="")]
+    lines.append(dict(test="a.py::two[3]", outcome="failed", seconds=1.0, text="E   assert 1 == 2"))
+    assert run_gpu_tests.summarise(lines, [], False, 3.0) == 1
+    told = capsys.readouterr().out
+    assert "E   assert 1 == 2" in told and told.endswith("FAILED a.py::two[3]\n1 passed, 1 failed in 3 s\n")
+    assert run_gpu_tests.summarise(lines[:1], [], True, 3.0) == 2
+    assert "time ran out" in capsys.readouterr().out
+    assert run_gpu_tests.summarise(lines[:1], ["Fatal error"], False, 3.0) == 1

@@ -1,0 +1,129 @@
+"""Words that were said and were false: the model or text of each, and what is said now."""
+
+import pytest
+import torch
+from contract_data import codes, run_check
+from torch import nn
+
+from regard.health import examine
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+
+
+def ids(*shape, low=4, high=60):
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(0))
+
+
+def two_towers(name):
+    text = dict(SMALL, vocab_size=60, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    vision = dict(SMALL, image_size=16, patch_size=4)
+    config = transformers.AutoConfig.for_model(name, text_config=text, vision_config=vision, projection_dim=16)
+    return transformers.AutoModel.from_config(config)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_logits_that_compare_all_texts_with_all_images_mix_no_sequences(name):
+    batch = dict(input_ids=ids(3, 12), pixel_values=torch.randn(3, 3, 16, 16))
+    assert codes(run_check("sequences", two_towers(name), batch)) == []
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_logits_that_compare_all_texts_with_all_images_are_those_of_a_row_alone(name):
+    batch = dict(input_ids=ids(3, 20), pixel_values=torch.randn(3, 3, 16, 16))
+    model = two_towers(name)
+    assert codes(run_check("row_alone", model, batch)) == codes(run_check("padding", model, batch)) == []
+    tower = model.text_model
+    tower.register_forward_hook(lambda module, given, output: mixed(output))
+    assert codes(run_check("row_alone", model, batch)) == ["RG212"]
+
+
+def mixed(output):
+    """An output from which the mean of its batch is taken."""
+    output.pooler_output = output.pooler_output - 0.5 * output.pooler_output.mean(0)
+    return output
+
+
+def tiny(name):
+    from regard.health.models.targets import load_target
+
+    torch.manual_seed(0)
+    subject = load_target(f"hf-tiny:{name}")
+    return subject.model, subject.batches[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [("deepseek_v32", "decoding"), ("xlnet", "gradients"), ("albert", "inputs_ignored"), ("cpmant", "leak")],
+)
+def test_tiny_models_that_are_sound(name, check):
+    assert codes(run_check(check, *tiny(name))) == []
+
+
+def test_indexer_keys_that_the_cache_does_not_keep_are_found(monkeypatch):
+    from transformers import DynamicCache
+
+    model, batch = tiny("deepseek_v32")
+    own = DynamicCache.update_indexer
+
+    def turned(self, k, layer):
+        every = own(self, k, layer)
+        return every if every.shape[1] == k.shape[1] else every.flip(1)
+
+    monkeypatch.setattr(DynamicCache, "update_indexer", turned)
+    assert codes(run_check("decoding", model, batch)) == ["RG206"]
+
+
+def test_parameters_that_no_segment_ids_reach_are_found():
+    model, batch = tiny("xlnet")
+    attention = model.transformer.layer[0].rel_attn
+    attention.rel_attn_core = without_segments(attention.rel_attn_core)
+    assert codes(run_check("gradients", model, batch)) == ["RG620"]
+
+
+def without_segments(core):
+    return lambda *given, seg_mat=None, **named: core(*given, **named)
+
+
+class OverBatch(nn.Module):
+    """Attention over the batch axis, causal or not."""
+
+    def __init__(self, causal):
+        super().__init__()
+        self.embedding, self.attention, self.causal = nn.Embedding(60, 32), nn.MultiheadAttention(32, 4), causal
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1) if self.causal else None
+        return x + self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_over_the_batch_is_named_whichever_way_it_looks(causal):
+    assert codes(run_check("sequences", OverBatch(causal), ids(3, 12))) == ["RG201"]
+
+
+def test_equal_nan_are_equal():
+    config = transformers.AutoConfig.for_model("llama", **SMALL, vocab_size=60)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    nn.init.constant_(model.model.layers[1].self_attn.v_proj.weight, float("nan"))
+    assert codes(run_check("evaluation_noise", model, ids(2, 12))) == []
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "t5", "granite", "dia"])
+def test_a_scale_that_the_class_means_is_not_too_large(name):
+    from regard.health.models.tiny_architectures import make_model
+    from regard.health.models.tiny_inputs import make_batch
+
+    model = make_model(name)
+    report = examine(model, [make_batch(model, length=24, padding=0)], checks=False)
+    assert "RG401" not in {one.code for one in report.findings if one.severity != "note"}
+
+
+def test_landmarks_are_no_rank_collapse():
+    config = transformers.AutoConfig.for_model(
+        "nystromformer", **SMALL, vocab_size=60, num_landmarks=4, segment_means_seq_len=32, max_position_embeddings=64
+    )
+    model = transformers.AutoModel.from_config(config)
+    assert "RG311" not in codes(run_check("rank_collapse", model, ids(2, 32)))

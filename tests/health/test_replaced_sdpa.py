@@ -1,0 +1,55 @@
+"""A function in the place of torch's scaled_dot_product_attention: seen through, captured, and left where it was."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import regard
+from regard.health.capture.interception import SDPA
+
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def kernel(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """A kernel that no torch function mode sees, as SageAttention's."""
+    with torch._C.DisableTorchFunction():
+        return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def wrapper(*args, **kwargs):
+    return SDPA(*args, **kwargs)
+
+
+@pytest.mark.parametrize("function", [kernel, wrapper])
+def test_what_replaces_sdpa_is_measured_and_changed(function, monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", function)
+    model, x = Fused(), torch.randn(2, 5, 8)
+    report = regard.examine(model, [x], checks=False)
+    assert len(report.heads) == 2 and report.unmeasured == []
+    assert F.scaled_dot_product_attention is function
+    expected = model(x)
+    with regard.using(model, temperature=1.0) as swap:
+        assert torch.allclose(model(x), expected, atol=1e-6) and swap.calls == 1
+    with regard.using(model, temperature=3.0):
+        assert not torch.allclose(model(x), expected, atol=1e-3)
+    assert F.scaled_dot_product_attention is function
+
+
+def test_what_a_user_put_there_survives_torchs_multi_head_attention(monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    layer, x = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
+    assert len(regard.examine(layer, [x], checks=False).heads) == 2
+    assert F.scaled_dot_product_attention is kernel
+    with regard.using(layer, temperature=2.0):
+        layer(x)
+        monkeypatch.setattr(F, "scaled_dot_product_attention", wrapper)  # meanwhile
+    assert F.scaled_dot_product_attention is wrapper

@@ -1,0 +1,100 @@
+"""The report on one screen: 24 lines of 80 columns for any model, the cause first, its place in a folded map."""
+
+import io
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from regard.health.checks import rule_of
+from regard.health.checks.finding import fill_finding
+from regard.health.report import screen
+from regard.health.report.report import Report
+from regard.health.report.writer import Writer
+
+
+def head(layer, index, number, entropy=0.9, logit=3.0):
+    means = {"entropy_ratio": entropy}
+    statistics = SimpleNamespace(mean=lambda name: means.get(name, 1.0), max=lambda name: logit)
+    return SimpleNamespace(
+        layer=layer, index=index, head=number, statistics=statistics, reading=None, rows=64, can_be_judged=True
+    )
+
+
+def finding(code, places, **more):
+    heads = tuple((f"layers.{index}", number) for index, number in places)
+    indices = tuple(index for index, _ in places)
+    rule = rule_of(code)
+    return fill_finding(rule, rule.severity, heads, 30 * "evidence ", indices=indices, **more)
+
+
+def make(layers, heads, findings=(), **more):
+    found = [
+        head(f"layers.{i}", i, h, 0.2 if i >= layers // 2 else 0.9, 70.0 if i >= layers // 2 else 3.0)
+        for i in range(layers)
+        for h in range(heads)
+    ]
+    return Report("model", found, list(findings), [], {}, dict(seconds=1.0, looked_for=["dead"]), **more)
+
+
+def lines_of(report, **options):
+    out = io.StringIO()
+    report.show(out, **options)
+    return out.getvalue().splitlines()
+
+
+def three_faults(layers=24, heads=16):
+    late = [(i, h) for i in range(layers // 2, layers) for h in range(heads)]
+    return make(layers, heads, [
+        finding("RG301", late), finding("RG304", [(5, 0)]), finding("RG305", [(8, 0), (8, 1)]),
+        finding("RG302", [(2, 3)]),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (4, 4), (24, 16), (96, 128)])
+def test_any_model_fits_into_24_lines_of_80_columns(layers, heads):
+    places = [(i, h) for i in range(layers // 2, layers) for h in range(heads)]
+    codes = ("RG301", "RG302", "RG303", "RG304", "RG305")
+    report = make(layers, heads, [finding(code, places) for code in codes])
+    lines = lines_of(report, page="report.html")
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert lines[-1] == "page      report.html"
+
+
+def test_three_faults_stand_apart_and_the_map_says_where_each_starts():
+    lines = lines_of(three_faults())
+    text = "\n".join(lines)
+    assert "layers 12–23, all heads" in text and "RG301" in text
+    assert any(line.split()[:2] == ["12–23", "1" * 16] and "1 starts here" in line for line in lines)
+    assert "also      1 more cause:" in text
+
+
+def test_marks_of_a_whole_model_do_not_cover_those_of_heads():
+    whole = finding("RG801", [], scope="model")
+    report = make(4, 4, [whole, finding("RG304", [(1, 2)])])
+    rows = screen.make_rows(report, report.diagnosis, 12)
+    assert [row.marks for row in rows if 1 in row.indices] == ["··2·"]
+    assert "the whole model" in "\n".join(lines_of(report))
+
+
+def test_a_sound_model_an_unfinished_one_and_one_without_heads_say_so():
+    assert lines_of(make(2, 2))[1].startswith("✓ NO PROBLEM FOUND")
+    assert lines_of(replace(make(2, 2), interrupted="KeyboardInterrupt"))[1].startswith("✗ NOT FINISHED")
+    assert lines_of(make(0, 0))[1].startswith("– NOTHING MEASURED")
+
+
+def test_layers_of_other_widths_are_never_folded_into_one():
+    report = make(2, 4)
+    report.heads.append(head("layers.2", 2, 0))
+    assert [len(row.marks) for row in screen.make_rows(report, [], 1)] == [4]
+    assert [row.indices for row in screen.make_rows(report, [], 12)][-1] == [2]
+
+
+def test_text_wraps_at_words_with_a_hanging_indent_and_is_never_coloured_in_a_pipe():
+    out = io.StringIO()
+    writer = Writer(out)
+    writer.field("found", "word " * 40)
+    writer.line("long " * 40, "red", most=1)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3 == writer.lines and all(len(line) <= 80 for line in lines)
+    assert lines[1].startswith(" " * 10 + "word") and lines[1].endswith("…") and "\x1b" not in out.getvalue()

@@ -1,0 +1,61 @@
+"""A monitor over ranks that do not do the same: no run ends, waits or hangs because of it."""
+
+import pytest
+from rank_processes import RankProcesses
+from watch_ranks import (
+    run_alarms,
+    run_heads_without_group,
+    run_one_that_dies,
+    run_one_that_raises,
+    run_other_micro_batches,
+    run_pipeline_without_group,
+    run_uneven,
+)
+
+
+@pytest.fixture(scope="module")
+def two():
+    with RankProcesses(2, timeout=60.0) as ranks:
+        yield ranks
+
+
+def test_on_alarm_is_called_on_every_rank_at_the_same_step(two):
+    (told, incidents), (other, other_incidents) = two(run_alarms)
+    assert told == other and told and incidents == other_incidents == [("scores too large", 6)]
+    assert told[0][1] - told[0][0] <= 3  # joined a step or two later
+
+
+def test_uneven_data_under_join(two):
+    (messages, rows), (_, others) = two(run_uneven)
+    assert rows >= 5 and others == 0
+    assert all("Monitor" in text for text in messages)
+
+
+def test_other_numbers_of_micro_batches(two):
+    (steps, _), (others, _) = two(run_other_micro_batches)
+    assert (steps, others) == (12, 4)
+
+
+def test_a_rank_that_raises(two):
+    assert two(run_one_that_raises) == [20, 3]
+
+
+def test_pipeline_stages_without_a_group_are_told_of_it(two):
+    (steps, messages), (others, _) = two(run_pipeline_without_group)
+    assert steps == others == 6
+    assert any("hold different layers (pass pipeline_group=)" in text for text in messages)
+
+
+def test_ranks_with_other_heads_are_refused_without_a_group(two):
+    for text in two(run_heads_without_group):
+        assert "pass tensor_group=" in text
+
+
+def test_a_rank_that_dies():
+    ranks = RankProcesses(2, timeout=60.0)
+    try:
+        (fine, (steps, messages)) = ranks.answers(run_one_that_dies, ranks=[0])[0]
+    finally:
+        ranks.kill()
+    assert fine and steps == 20
+    assert any("rank 1 sent no sample of step" in text for text in messages)

@@ -1,0 +1,130 @@
+"""What each rank of `tests/health/test_watch_failures.py` runs: trainings in which ranks do not do the same."""
+
+import os
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from monitor_ranks import Stack, data, scalars
+from torch import nn
+
+import regard
+
+
+def train(rank, steps, on_step=None, timeout=1.0, **options):
+    """Trains under DistributedDataParallel; returns what the monitor said, the rows that it logged, and itself."""
+    model, rows = Stack(layers=1), []
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        monitor = regard.Monitor(model, every=1, log=rows.append, budget=1.0, timeout=timeout, **options)
+        with monitor, wrapped.join():
+            for step in range(steps):
+                wrapped(data(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if on_step is not None:
+                    on_step(step, model)
+                time.sleep(0.01)
+    return [str(one.message) for one in seen], scalars(rows), monitor
+
+
+def run_uneven(rank, world):
+    """Rank 1 has less data, under DDP's Join."""
+    messages, rows, _ = train(rank, 12 if rank == 0 else 5)
+    return messages, len(rows)
+
+
+def run_other_micro_batches(rank, world):
+    """Rank 0 runs three forwards for each step, rank 1 one, without gradients in common."""
+    model, rows = Stack(layers=1), []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with regard.Monitor(model, every=1, log=rows.append, budget=1.0, timeout=1.0) as monitor:
+            for step in range(4):
+                for _ in range(3 if rank == 0 else 1):
+                    model(data(step))
+                dist.barrier()
+    return monitor.steps, [str(one.message) for one in seen]
+
+
+def run_one_that_raises(rank, world):
+    model = Stack(layers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with regard.Monitor(model, every=1, budget=1.0, timeout=1.0) as monitor:
+                for step in range(20):
+                    if rank == 1 and step == 3:
+                        raise RuntimeError("out of memory")
+                    model(data(step))
+                    time.sleep(0.2)
+        except RuntimeError:
+            pass
+    return monitor.steps
+
+
+def run_one_that_dies(rank, world):
+    model = Stack(layers=1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with regard.Monitor(model, every=1, budget=1.0, timeout=1.0) as monitor:
+            for step in range(20):
+                if rank == 1 and step == 3:
+                    os._exit(1)
+                model(data(step))
+                time.sleep(0.2)
+    return monitor.steps, [str(one.message) for one in seen]
+
+
+def run_pipeline_without_group(rank, world):
+    """Each rank has other layers, and sends each micro-batch to the next."""
+    whole = Stack(layers=4)
+    stage = nn.Sequential(*whole.layers[: 1 + rank])  # stages of one and of two layers
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with regard.Monitor(stage, every=1, budget=1.0, timeout=2.0) as monitor:
+            for step in range(6):
+                if rank == 0:
+                    dist.send(stage(data(step)).detach(), 1)
+                else:
+                    x = torch.empty(8, 12, 16)
+                    dist.recv(x, 0)
+                    stage(x)
+    return monitor.steps, [str(one.message) for one in seen]
+
+
+def run_heads_without_group(rank, world):
+    torch.manual_seed(rank)  # each rank holds other heads
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    try:
+        with regard.Monitor(model, every=1, budget=1.0, timeout=2.0):
+            for step in range(6):
+                model(data(step))
+                dist.barrier()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def run_alarms(rank, world):
+    """`on_alarm` lowers the learning rate on every rank, at the same step; the explosion is on rank 1's data alone."""
+    told = []
+
+    def explode(step, model):
+        if step == 3:
+            with torch.no_grad():
+                model.layers[0].self_attn.in_proj_weight[:32] *= 300
+
+    _, _, monitor = train(
+        rank, 12, explode, timeout=30.0, on_alarm=lambda alarm: told.append((alarm.step, monitor_steps()))
+    )
+    return told, [(one.cause, one.opened) for one in monitor.incidents]
+
+
+def monitor_steps():
+    from regard.health.monitor import _watching
+
+    return max((monitor.steps for monitor in _watching), default=0)

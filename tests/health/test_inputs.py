@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 
 import regard
 from regard.cli import main
 from regard.health.models.loading import load
+from regard.health.tokens.text import as_batch
 
 transformers = pytest.importorskip("transformers")
 from saved_models import SIZE, refused, save  # noqa: E402
@@ -54,3 +56,40 @@ def test_padding_is_counted_on_neither_side_of_an_encoder_decoder(kind, tmp_path
     report = regard.examine(subject.model, subject.batches)
     assert {head.statistics["visible_keys"].count for head in report.heads} == {real}
     assert len({head.index for head in report.heads}) == 3  # encoder, decoder, cross
+
+
+class Continues(torch.nn.Module):
+    """Reads ids alone: labels of a loader are not for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 8)
+        self.layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        self.head = torch.nn.Linear(8, 16)
+
+    def forward(self, ids):
+        n = ids.shape[1]
+        hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+        return self.head(self.layer(self.embedding(ids), src_mask=hidden, is_causal=True))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_labels_that_forward_does_not_take_are_held_apart(named):
+    ids = torch.randint(16, (2, 13))
+    x, y = ids[:, :-1], ids[:, 1:]
+    model, batch = Continues(), {"ids": x, "labels": y} if named else (x, y)
+    assert regard.check(model, [batch], select="RG1,RG8").loss is not None
+    assert len(regard.examine(model, [batch], checks=False).heads) == 2
+    assert regard.compare(model, model, [batch]).same
+
+
+def test_labels_behind_the_two_sides_of_a_decoder_are_held_apart():
+    ids = torch.randint(32, (2, 9))
+
+    class Translates(torch.nn.Module):
+        def forward(self, src, tgt):
+            raise NotImplementedError
+
+    made = as_batch((ids, ids + 1, ids + 2), torch.device("cpu"), Translates())
+    assert len(made.args) == 2 and made.decoder == 1
+    assert made.labels is not None and torch.equal(made.labels, ids + 2)

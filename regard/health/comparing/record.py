@@ -197,7 +197,7 @@ def record(
         if is_function(batch):
             run.result = batch(model)
         else:
-            given = as_batch(batch, device)
+            given = as_batch(batch, device, model)
             run.real = find_real(batch)
             run.result = model(*given.args, **given.named)
         if ("out", "", 0) not in run.points:

@@ -69,7 +69,8 @@ def run_batch(model: nn.Module, batch: Any, number: int, room: int) -> None:
     if is_function(batch):
         batch(model)
         return
-    given = as_batch(batch, next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu")))
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    given = as_batch(batch, device, model)
     ids = given.named.get("input_ids")
     if isinstance(ids, Tensor) and ids.shape[-1] > room:
         raise ValueError(

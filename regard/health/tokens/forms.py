@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ def is_ids(x: Any) -> bool:
     )
 
 
-def form_of_mapping(named: Mapping[str, Any]) -> Form:
-    """The form of keyword arguments.
+def form_of_mapping(named: Mapping[str, Any], model: nn.Module | None = None) -> Form:
+    """The form of keyword arguments; labels that forward does not take are apart if `model` is given.
 
     >>> from regard.health.tokens.forms import form_of_mapping
     >>> ids = torch.ones(2, 5, dtype=torch.long)
@@ -48,9 +48,10 @@ def form_of_mapping(named: Mapping[str, Any]) -> Form:
     decoder = next((name for name in DECODERS if is_ids(named.get(name))), None)
     ids = next((name for name in SOURCES if is_ids(named.get(name))), None)
     labels = next((name for name in LABELS if isinstance(named.get(name), Tensor)), None)
+    apart = labels is not None and labels not in (ids, decoder) and not _takes_name(model, labels)
     if ids is None and decoder is not None:  # an encoder of sounds or images
-        return Form(decoder, None, labels)
-    return Form(ids or "", decoder, labels)
+        return Form(decoder, None, labels, apart)
+    return Form(ids or "", decoder, labels, apart)
 
 
 def form_of_parts(parts: Sequence[Any], model: nn.Module | None = None) -> Form:
@@ -66,8 +67,8 @@ def form_of_parts(parts: Sequence[Any], model: nn.Module | None = None) -> Form:
     names, takes = _parameters(model)
     name = names[1].name.lower() if len(names) > 1 else ""
     second, is_optional = parts[1], len(names) > 1 and names[1].default is not inspect.Parameter.empty
-    if len(parts) == 2 and takes < 2:
-        return Form(0, None, 1, apart=True)
+    if 1 <= takes < len(parts):  # what forward does not take is what it should predict
+        return replace(form_of_parts(parts[:takes], model), labels=takes, apart=True)
     if name in DECODERS or (names and names[0].name.lower() in ("src", "source") and is_ids(second)):
         return Form(0, 1 if is_ids(second) else None)
     if name in LABELS:
@@ -91,6 +92,15 @@ def _parameters(model: nn.Module | None) -> tuple[list[inspect.Parameter], int]:
         return [], 2**31
     places = [one for one in known if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     return places, 2**31 if any(one.kind is one.VAR_POSITIONAL for one in known) else len(places)
+
+
+def _takes_name(model: nn.Module | None, name: str) -> bool:
+    """True if forward takes an argument of this name, or if nobody knows."""
+    try:
+        known = inspect.signature(model.forward).parameters if model is not None else {}
+    except (TypeError, ValueError):
+        return True
+    return not known or name in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
 
 
 def _is_binary(x: Tensor) -> bool:

@@ -233,12 +233,14 @@ def as_batch(batch: Any, device: torch.device, model: nn.Module | None = None) -
 
     if isinstance(batch, Mapping):
         named = {str(name): move(x) for name, x in batch.items()}
-        form = form_of_mapping(named)
-        return TokenBatch((), named, form.ids, batch, form.decoder, named.get(str(form.labels)))
+        form = form_of_mapping(named, model)
+        labels = named.pop(str(form.labels)) if form.apart else named.get(str(form.labels))
+        return TokenBatch((), named, form.ids, batch, form.decoder, labels)
     parts = tuple(map(move, batch if isinstance(batch, (tuple, list)) else (batch,)))
     form = form_of_parts(parts, model) if model is not None else Form(0)
-    labels = parts[form.labels] if isinstance(form.labels, int) else None
-    return TokenBatch(parts[:1] if form.apart else parts, {}, form.ids, batch, form.decoder, labels)
+    at = form.labels if isinstance(form.labels, int) else None
+    labels = None if at is None else parts[at]
+    return TokenBatch(parts[:at] if form.apart else parts, {}, form.ids, batch, form.decoder, labels)
 
 
 def find_padding(ids: Tensor, pad: int, least: int = 3) -> Tensor:

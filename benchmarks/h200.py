@@ -43,7 +43,7 @@ from h200_tables import (
 )
 
 from regard._backends.gpu.attention import launch as attention
-from regard._core.problem import Upstream
+from regard._call.problem import Upstream
 
 PARTS = ("attention", "decode", "rows")
 TURNS = 5

@@ -82,7 +82,7 @@ def make_call(name: str, direction: str) -> Callable:
 
     from regard import normalizers
     from regard._backends.gpu.attention import launch
-    from regard._core.problem import Problem, Upstream
+    from regard._call.problem import Problem, Upstream
 
     normalizer, (b, h, g, m, n, d), causal, window, dtype = CALLS[name]
     torch.manual_seed(0)

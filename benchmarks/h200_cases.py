@@ -13,7 +13,7 @@ import torch
 from regard import normalizers, reference, statistics
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.backward import stored_ds
-from regard._core.problem import Problem, Upstream
+from regard._call.problem import Problem, Upstream
 
 SHAPES = {
     "d 128, N 4096": (4, 16, 16, 4096, 4096, 128),

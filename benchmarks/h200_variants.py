@@ -101,7 +101,7 @@ def make_attention(name: str, shape: str, causal: bool, direction: str, relative
 
     from regard import normalizers
     from regard._backends.gpu.attention import launch
-    from regard._core.problem import Problem, Upstream
+    from regard._call.problem import Problem, Upstream
 
     b, h, g, n, d = SHAPES[shape]
     q, k, v = (torch.randn(b, x, n, d, device="cuda", dtype=torch.bfloat16) for x in (h, g, g))

@@ -47,7 +47,7 @@ def make_problem(sizes: dict, options: dict, names: tuple | None):
     import torch
 
     from regard import normalizers, statistics
-    from regard._core.problem import Problem
+    from regard._call.problem import Problem
 
     sizes = dict(causal=False, e=sizes["d"]) | sizes
     b, h, m, d = (sizes[name] for name in "bhmd")

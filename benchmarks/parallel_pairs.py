@@ -10,7 +10,7 @@ import triton
 
 from regard import normalizers, statistics
 from regard._backends.gpu.attention import partial as parts
-from regard._core.problem import Problem, Upstream, Whole
+from regard._call.problem import Problem, Upstream, Whole
 
 HEADS, WIDTH = 16, 128
 

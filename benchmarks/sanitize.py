@@ -55,7 +55,7 @@ def call(name: str, kind: str, *sizes) -> None:
     from regard._backends.gpu.attention.hopper import launch as hopper
     from regard._backends.gpu.attention.sparse import launch as sparse
     from regard._backends.gpu.rows import launch as rows
-    from regard._core.problem import Problem, Upstream
+    from regard._call.problem import Problem, Upstream
 
     def draw(*shape, dtype=torch.bfloat16):
         return torch.randn(*shape, device="cuda").to(dtype)

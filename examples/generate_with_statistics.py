@@ -3,7 +3,7 @@
 python examples/generate_with_statistics.py --prompt "To be, or not" --tokens 24
 
 Every call of `regard.attention` returns the statistics of the new token's row from the same pass. The model is the
-character model that ships with regard. Needs `pip install 'regard[demo]'`.
+character model that ships with regard. It needs `regard[cpu]`.
 """
 
 import argparse

@@ -9,7 +9,6 @@ torch.Size([1, 2, 16])
 
 from regard import bias, masks, nn, normalizers, reference, statistics, temperature
 from regard._core.attention import attention, attention_path
-from regard._core.mask.varlen import attention_varlen
 from regard._core.rows.functions import (
     entmax,
     entmax15,
@@ -28,6 +27,7 @@ from regard._core.rows.functions import (
 from regard._core.rows.jacobian import jacobian, vjp
 from regard._core.rows.online_softmax import OnlineSoftmax
 from regard._core.rows.qk_norm import qk_norm
+from regard._core.varlen import attention_varlen
 from regard.mask import Mask
 from regard.score_function import ScoreFunction
 

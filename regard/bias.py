@@ -17,8 +17,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from regard._core.dtypes import accumulator
-from regard._core.readable import readable
+from regard._facts.dtypes import accumulator
+from regard._facts.readable import readable
 
 
 class Terms(NamedTuple):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from regard import masks
-from regard._core.mask.parts import (
+from regard._call.mask.parts import (
     PLANNED,
     SHARED,
     UNLIMITED,
@@ -49,7 +49,7 @@ from regard._core.mask.parts import (
     runs,
     shape_of,
 )
-from regard._core.readable import has_no_values
+from regard._facts.readable import has_no_values
 
 Ints = Tensor | Sequence[int]
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard._core.readable import readable
+from regard._facts.readable import readable
 
 Device = torch.device | str | None
 

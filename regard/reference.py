@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard import masks, normalizers, statistics
-from regard._backends import philox
-from regard._core.arguments import AttentionOptions, takes_options
-from regard._core.dtypes import reference_dtype, widen
-from regard._core.mask.attn_mask import find_positions, split_attn_mask
-from regard._core.problem import Problem
+from regard._call import philox
+from regard._call.arguments import AttentionOptions, takes_options
+from regard._call.mask.attn_mask import find_positions, split_attn_mask
+from regard._call.problem import Problem
+from regard._facts.dtypes import reference_dtype, widen
 from regard.normalizers import Choice
 from regard.score_function import ScoreFunction
 from regard.scores import resolve_scale, soft_cap

@@ -1,4 +1,4 @@
-"""Imports point one way: normalizers ← {reference, _backends} ← _core ← {nn, parallel, health} ← cli ← regard_lab."""
+"""Imports point one way, from facts over the data of a call, the backends and the pipeline to health: see LAYERS."""
 
 import ast
 from pathlib import Path
@@ -11,25 +11,19 @@ PACKAGE = Path(regard.__file__).parent
 
 # Lower layers first; a module may import its own layer and those before it. Longest prefix counts.
 LAYERS = [
-    ["regard.normalizers", "regard.table", "regard._core.readable", "regard._core.remember"],
+    ["regard._facts", "regard.normalizers", "regard.table"],
     [
+        "regard._call",
         "regard.bias",
         "regard.mask",
-        "regard.score_function",
-        "regard._core.mask.parts",
         "regard.masks",
+        "regard.score_function",
         "regard.scores",
         "regard.statistics",
         "regard.temperature",
-        "regard._core.mask.attn_mask",
-        "regard._core.device",
-        "regard._backends.philox",
-        "regard._core.dtypes",
-        "regard._core.arguments",
-        "regard._core.problem",
     ],
     ["regard.reference"],
-    ["regard._backends", "regard._backends.cpu", "regard._backends.gpu"],
+    ["regard._backends.cpu", "regard._backends.gpu", "regard._backends"],
     ["regard._core.derivatives.autograd", "regard._core.ops"],
     ["regard._core"],
     ["regard"],  # __init__: the public names

@@ -47,7 +47,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 def pretend(card: str) -> None:
     """Make this process believe in a card; kernels of Hopper's own are left out, so that the plain ones are seen."""
-    from regard._core import device
+    from regard._facts import device
 
     arch, memory, processors = CARDS[card]
     cuda = isinstance(arch, int)

@@ -43,9 +43,9 @@ from triton.runtime.jit import JITFunction
 
 import regard
 from regard._backends.gpu.attention import launch
+from regard._call.problem import Along, Problem
 from regard._core import execute
 from regard._core.derivatives.autograd import LEARNED, compute_gradients
-from regard._core.problem import Along, Problem
 
 SHARED_MEMORY = 232448  # bytes that a block of an H100 or H200 may have
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)

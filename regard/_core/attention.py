@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from regard._call.arguments import AttentionOptions, AttnMask, Keywords, Scale, takes_options
 from regard._core import dtensor, plans
-from regard._core.arguments import AttentionOptions, AttnMask, Keywords, Scale, takes_options
 from regard._core.derivatives.transforms import attend_duals
 from regard._core.dispatch import Path, describe_kernel
 from regard._core.execute import execute
 from regard._core.gate import gate_result
 from regard._core.key_reading import asks_for_keys, attend_with_keys
-from regard._core.ops.backends import is_plain_eager
 from regard._core.prepare import prepare
+from regard._facts.modes import is_plain_eager
 from regard.statistics import Statistics
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard._core.device import (
+from regard._call.problem import Problem, find_option
+from regard._facts.device import (
     NO_NUMBA,
     allowed_backends,
     has_bulk_copies,
@@ -22,9 +23,8 @@ from regard._core.device import (
     has_numba,
     supports_gluon,
 )
-from regard._core.problem import Problem, find_option
-from regard._core.readable import readable
-from regard._core.rows.execute import is_transformed, is_within_vmap
+from regard._facts.modes import is_transformed, is_within_vmap
+from regard._facts.readable import readable
 from regard.statistics import ON_REQUEST
 
 BACKENDS = ("torch", "cpu", "triton", "reference")

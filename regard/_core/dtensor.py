@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._core.arguments import AttentionOptions
-from regard._core.mask.parts import Intervals
+from regard._call.arguments import AttentionOptions
+from regard._call.mask.parts import Intervals
 from regard.bias import Bias
 from regard.mask import Mask
 from regard.normalizers import Choice

@@ -14,17 +14,17 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from regard import reference, statistics
+from regard._call.options import check_policy_result
+from regard._call.problem import Problem
 from regard._core import cudnn_forward, ops
 from regard._core.derivatives import transforms
 from regard._core.derivatives.autograd import FusedAttention, differentiable_twice
 from regard._core.dispatch import PLAIN, REQUESTED, TRANSFORM, has_transform, unfused_error, why_not_carried
 from regard._core.gate import apply_gate
-from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
-from regard._core.options import check_policy_result
+from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.prepare import Call
-from regard._core.problem import Problem
-from regard._core.readable import is_mapped
-from regard._core.rows.execute import is_transformed
+from regard._facts.modes import is_plain_eager, is_transformed
+from regard._facts.readable import is_mapped
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from regard import reference
+from regard._call.arguments import AttentionOptions
+from regard._call.problem import Forward, Problem
 from regard._core import dtensor
-from regard._core.arguments import AttentionOptions
 from regard._core.dispatch import has_transform, why_not_fused
 from regard._core.execute import apply_policy, execute, finish
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.prepare import Call, prepare
-from regard._core.problem import Forward, Problem
-from regard._core.rows.execute import is_within_vmap
+from regard._facts.modes import is_within_vmap
 from regard.statistics import Statistics
 
 NAMES = re.compile(r"received|top_keys\((\d+)\)")

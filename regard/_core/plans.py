@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from regard import normalizers, statistics
-from regard._core.arguments import AttentionOptions, key_of
+from regard._call.arguments import AttentionOptions, key_of
+from regard._call.problem import MARKS, TENSORS, Problem
 from regard._core.cudnn_forward import plan_attention
 from regard._core.derivatives.autograd import FusedAttention, differentiable_twice
 from regard._core.derivatives.transforms import Duals, Setting, split_duals
-from regard._core.device import allowed_backends
 from regard._core.dispatch import classify_lengths, has_transform, why_not_carried
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.prepare import Call
-from regard._core.problem import MARKS, TENSORS, Problem
-from regard._core.remember import remember
+from regard._facts.device import allowed_backends
+from regard._facts.remember import remember
 from regard.statistics import Statistics
 
 Plan = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Statistics]]

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from regard import normalizers, statistics
-from regard._core.arguments import AttentionOptions
-from regard._core.dispatch import Path, choose
-from regard._core.dtypes import accumulator
-from regard._core.mask.attn_mask import split_attn_mask
-from regard._core.mask.visible import (
+from regard._call.arguments import AttentionOptions
+from regard._call.mask.attn_mask import split_attn_mask
+from regard._call.mask.visible import (
     Visible,
     check_key_lengths,
     check_mask,
@@ -23,7 +21,7 @@ from regard._core.mask.visible import (
     find_ahead,
     resolve_mask,
 )
-from regard._core.options import (
+from regard._call.options import (
     check_dropout,
     check_gate,
     check_scale_tensor,
@@ -37,9 +35,11 @@ from regard._core.options import (
     split_scale,
     void_outside_kernels,
 )
-from regard._core.problem import TENSORS, Problem
-from regard._core.readable import readable
-from regard._core.rows.validation import check_flag, check_scores, is_autocast
+from regard._call.problem import TENSORS, Problem
+from regard._call.validation import check_flag, check_scores, is_autocast
+from regard._core.dispatch import Path, choose
+from regard._facts.dtypes import accumulator
+from regard._facts.readable import readable
 from regard.scores import resolve_scale
 from regard.temperature.rows import visible_keys
 

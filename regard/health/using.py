@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from regard import normalizers
-from regard._core.arguments import check_name
-from regard._core.options import check_softcap, is_real
+from regard._call.arguments import check_name
+from regard._call.options import check_softcap, is_real
 from regard.health.capture.call import Call
 from regard.health.capture.guard import Refused
 from regard.health.capture.interception import Interception, check_model, running_frame

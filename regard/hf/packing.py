@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from regard._core.mask.documents import document_mask, find_starts, recall
-from regard._core.mask.parts import check_cu_seqlens
+from regard._call.mask.documents import document_mask, find_starts, recall
+from regard._call.mask.parts import check_cu_seqlens
 from regard.mask import Mask
 
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
-from regard._core.options import check_policy_result, check_temperature
-from regard._core.rows.execute import is_transformed
+from regard._call.options import check_policy_result, check_temperature
 from regard._core.rows.functions import normalize
+from regard._facts.modes import is_transformed
 from regard.masks import blanked, dense
 from regard.scores import soft_cap
 from regard.temperature import Rows

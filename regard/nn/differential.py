@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from regard import normalizers, statistics
-from regard._core.arguments import AttnMask
+from regard._call.arguments import AttnMask
+from regard._call.validation import check_flag
 from regard._core.attention import attention
-from regard._core.dtypes import accumulator
-from regard._core.rows.validation import check_flag
+from regard._facts.dtypes import accumulator
 from regard.nn import validation
 from regard.nn.multihead import Cache
 from regard.nn.visibility import Visibility

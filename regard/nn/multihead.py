@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard import normalizers, statistics
-from regard._core.arguments import AttnMask
+from regard._call.arguments import AttnMask
+from regard._call.mask.documents import pack_documents
+from regard._call.mask.visible import check_window
+from regard._call.validation import check_flag
 from regard._core.attention import attention
 from regard._core.gate import apply_gate
-from regard._core.mask.documents import pack_documents
-from regard._core.mask.visible import check_window
-from regard._core.readable import is_mapped
 from regard._core.rows.qk_norm import qk_norm
-from regard._core.rows.validation import check_flag
+from regard._facts.readable import is_mapped
 from regard.bias import forgetting
 from regard.mask import Mask
 from regard.nn import additive, torch_weights, validation

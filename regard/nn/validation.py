@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from regard import normalizers
-from regard._core.arguments import BY_LAYER
-from regard._core.options import check_score_mod, check_softcap
-from regard._core.rows.validation import is_autocast, is_float
+from regard._call.arguments import BY_LAYER
+from regard._call.options import check_score_mod, check_softcap
+from regard._call.validation import is_autocast, is_float
 from regard.temperature.rows import check_sizes as check_positive
 
 GATES = ("head", "element")

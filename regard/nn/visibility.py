@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard._core.arguments import AttnMask, Window
-from regard._core.mask.attn_mask import GivenMask, densify, split_attn_mask
-from regard._core.mask.visible import check_key_lengths, check_mask, check_window
+from regard._call.arguments import AttnMask, Window
+from regard._call.mask.attn_mask import GivenMask, densify, split_attn_mask
+from regard._call.mask.visible import check_key_lengths, check_mask, check_window
 from regard.mask import Mask
 
 

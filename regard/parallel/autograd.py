@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard._core.problem import Forward, Gradients, Problem, Upstream, Whole
+from regard._call.problem import Forward, Gradients, Problem, Upstream, Whole
 from regard.parallel.plan import Plan
 from regard.parallel.schemes import gather, tree
 from regard.statistics import DIFFERENTIABLE

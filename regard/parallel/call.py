@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._core.arguments import AttentionOptions
+from regard._call.arguments import AttentionOptions
+from regard._call.mask.attn_mask import split_attn_mask
+from regard._call.mask.visible import Visible, resolve_mask
 from regard._core.dispatch import find_on_request
 from regard._core.dtensor import is_dtensor
-from regard._core.mask.attn_mask import split_attn_mask
-from regard._core.mask.visible import Visible, resolve_mask
 from regard._core.prepare import Call, prepare
 from regard.mask import Mask
 from regard.parallel.group import RankGroup

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regard._core.problem import Gradients, Problem, Upstream, Whole
+from regard._call.problem import Gradients, Problem, Upstream, Whole
 
 
 class RowGradients:

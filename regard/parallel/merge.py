@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._core.problem import Part, Problem
+from regard._call.problem import Part, Problem
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
 from regard.parallel.layout import Spans, locate_spans

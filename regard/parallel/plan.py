@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._core.device import has_numba
+from regard._call.problem import Problem
 from regard._core.dispatch import find_gpu_obstacle
 from regard._core.ops.backends import ATTENTION, backend_module
-from regard._core.problem import Problem
+from regard._facts.device import has_numba
 from regard.normalizers._families import nothing
 from regard.parallel import reference_rows
 from regard.parallel.group import RankGroup

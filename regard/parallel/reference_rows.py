@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from regard import reference
-from regard._core.problem import Forward, Gradients, Problem, Upstream
+from regard._call.problem import Forward, Gradients, Problem, Upstream
 
 
 def forward(problem: Problem) -> Forward:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard import statistics
-from regard._core.arguments import AttentionOptions, takes_options
+from regard._call.arguments import AttentionOptions, takes_options
 from regard._core.execute import check_policy_tensor
 from regard._core.gate import apply_gate
 from regard._core.prepare import Call

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._core.dtypes import widen
+from regard._facts.dtypes import widen
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
 from regard.statistics.names import NAMES, ON_REQUEST, Statistics

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 
 
 class Rows(NamedTuple):

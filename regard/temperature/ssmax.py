@@ -8,7 +8,7 @@ import numbers
 import torch
 from torch import Tensor, nn
 
-from regard._core.readable import has_no_values
+from regard._facts.readable import has_no_values
 from regard.scores import is_positive
 from regard.temperature.rows import Rows
 

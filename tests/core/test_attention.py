@@ -16,9 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import regard
 from regard import normalizers
-from regard._core import device
+from regard._call.problem import Problem
 from regard._core.dispatch import choose
-from regard._core.problem import Problem
+from regard._facts import device
 
 MASKS = {
     "none": lambda m, n: {},

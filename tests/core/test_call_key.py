@@ -9,9 +9,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import regard
 from regard import normalizers
-from regard._core import arguments, cudnn_forward, device, dispatch, plans, problem
-from regard._core.arguments import AttentionOptions, Kept
-from regard._core.problem import Problem
+from regard._call import arguments, problem
+from regard._call.arguments import AttentionOptions, Kept
+from regard._call.problem import Problem
+from regard._core import cudnn_forward, dispatch, plans
+from regard._facts import device
 
 X = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
 

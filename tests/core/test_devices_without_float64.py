@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import regard
-from regard._core import device, dtypes
+from regard._facts import device, dtypes
 
 
 def take_away_float64(monkeypatch) -> None:

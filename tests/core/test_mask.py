@@ -6,8 +6,8 @@ import torch._dynamo.testing
 
 import regard
 from regard import Mask, normalizers
-from regard._core.mask import visible
-from regard._core.mask.visible import Visible, resolve_mask
+from regard._call.mask import visible
+from regard._call.mask.visible import Visible, resolve_mask
 from regard._core.plans import plans
 
 N = 13

@@ -7,7 +7,7 @@ import torch
 
 import regard
 from regard import Mask, normalizers
-from regard._core.mask import documents
+from regard._call.mask import documents
 
 CU_Q, CU_K = [0, 5, 5, 12, 16], [0, 6, 8, 14, 15]  # no queries, fewer and more queries than keys
 

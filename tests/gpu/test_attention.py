@@ -13,7 +13,7 @@ import regard
 from regard import reference, statistics
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.backward import cudnn
-from regard._core.problem import Upstream
+from regard._call.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
 HALF = [torch.bfloat16, torch.float16]

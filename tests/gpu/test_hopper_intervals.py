@@ -16,7 +16,7 @@ from regard._backends.gpu.attention import registry
 from regard._backends.gpu.attention.backward import stored_ds
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper import spans
-from regard._core.problem import Upstream
+from regard._call.problem import Upstream
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),

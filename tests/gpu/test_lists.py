@@ -15,7 +15,7 @@ from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.config import config_of, options, view
 from regard._backends.gpu.attention.forward import launch as forward
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._core.problem import Upstream
+from regard._call.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
 LEAST_KEYS = sparse.LEAST_KEYS

@@ -15,7 +15,7 @@ import torch
 
 import regard
 from regard import normalizers
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 from regard.normalizers._language import WORDS, torch_words
 from regard.parallel import plan
 

@@ -9,7 +9,7 @@ from squares import normalizer as squares
 import regard
 from regard import normalizers, statistics
 from regard._backends.cpu.attention import kernels as attention_kernels
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 from regard.health.readings import histogram
 from regard.health.report.page import payload
 from regard.normalizers import Normalizer, Pointwise, jit, tl

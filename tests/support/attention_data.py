@@ -9,7 +9,7 @@ import random
 import torch
 
 from regard import normalizers, reference, statistics
-from regard._core.problem import Problem, Upstream
+from regard._call.problem import Problem, Upstream
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 LEAVES = ("q", "k", "v", "bias", "temperature", "sink", "theta")

@@ -9,7 +9,7 @@ import torch
 from attention_data import FLOOR, LEAVES, ROUNDING, relative, unexpanded
 
 from regard import reference
-from regard._core.problem import Problem, Upstream
+from regard._call.problem import Problem, Upstream
 
 KINDS = ("documents", "full documents", "left padding", "prefix", "chunks", "cache", "scattered")
 BIASES = ("bias", "row_bias", "relative")

@@ -9,7 +9,7 @@ import torch
 from rows_data import FUSED
 
 from regard import normalizers, reference
-from regard._core.problem import Problem, Upstream
+from regard._call.problem import Problem, Upstream
 from regard.statistics import DIFFERENTIABLE, NAMES
 
 EXPONENTIAL = [name for name in FUSED if getattr(normalizers.get(name), "exponential", False)]

@@ -9,7 +9,7 @@ from attention_data import FLOOR, ROUNDING, relative
 
 import regard
 from regard import reference
-from regard._core.problem import Problem, Upstream
+from regard._call.problem import Problem, Upstream
 from regard.normalizers import jit, tl
 
 

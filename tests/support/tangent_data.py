@@ -8,7 +8,7 @@ import torch
 from attention_data import ROUNDING, relative
 
 from regard import reference
-from regard._core.problem import Along, Problem
+from regard._call.problem import Along, Problem
 
 
 def make_along(problem: Problem, names: str = "qkv", offset: float = 0.0, seed: int = 1) -> Along:

@@ -13,7 +13,7 @@ from rows_data import FUSED
 from torch import nn
 
 import regard
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 from regard.temperature import Adaptive, Fixed, Learned, QueryDependent, SSMax, named, unsized, visible_keys
 
 HEADS, WIDTH = 4, 5

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regard._core.problem import OPTIONAL, TENSORS, Forward, Problem, Upstream
+from regard._call.problem import OPTIONAL, TENSORS, Forward, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
 FUSED = "ScaledDotProduct"  # how torch calls the backward nodes of its fused kernels

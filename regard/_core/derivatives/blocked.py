@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from regard import reference
+from regard._call.problem import Problem
 from regard._core.derivatives.autograd import LEARNED, places_of, spread
-from regard._core.dtypes import widen
-from regard._core.problem import Problem
+from regard._facts.dtypes import widen
 
 SCORES = 1 << 22  # of the rows that are taken at once
 PLACES = places_of(tuple(LEARNED))  # of the tensors that have derivatives, in TENSORS

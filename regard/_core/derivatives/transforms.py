@@ -22,10 +22,10 @@ from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 
+from regard._call.problem import Along, Forward, Problem
 from regard._core.derivatives.autograd import LEARNED, compute_gradients, places_of, spread
 from regard._core.derivatives.blocked import Derivatives
 from regard._core.ops.backends import ATTENTION, backend_module, default_device
-from regard._core.problem import Along, Forward, Problem
 
 Maybe = Tensor | None
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
+from regard._call.problem import OPTIONS_SCHEMA, TENSORS, WIRED, Forward, unflatten
 from regard._core.derivatives.autograd import (
     LEARNED,
     compute_gradients,
@@ -25,9 +26,8 @@ from regard._core.derivatives.autograd import (
     places_of,
     spread,
 )
-from regard._core.dtypes import accumulator
 from regard._core.ops.backends import ATTENTION, backend_module, default_device, refuse_tangents
-from regard._core.problem import OPTIONS_SCHEMA, TENSORS, WIRED, Forward, unflatten
+from regard._facts.dtypes import accumulator
 
 COUNT = len(TENSORS)
 STATS = COUNT - 3 + [name for name, _ in WIRED].index("stats")  # the names among what follows q, k and v

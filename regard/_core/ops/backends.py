@@ -1,4 +1,4 @@
-"""Imports a backend on first use, and tells whether a call may skip the custom ops (`is_plain_eager`)."""
+"""Imports a backend on first use."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._functorch import peek_interpreter_stack
+from torch._C import _len_torch_function_stack
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 ROWS = {"cpu": "regard._backends.cpu.rows.launch", "triton": "regard._backends.gpu.rows.launch"}
 LOSSES = {"cpu": "regard._backends.cpu.losses.launch", "triton": "regard._backends.gpu.losses.launch"}
@@ -41,15 +39,3 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
     given = () if forward_ad._current_level < 0 else (x for x in tensors if x is not None)
     if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
         raise NotImplementedError("regard's fused ops carry no tangents; call what is not compiled, or torch.func.jvp")
-
-
-def is_plain_eager() -> bool:
-    """True if nothing records or rewrites calls: no compiler, mode, torch.func transform or forward-mode level."""
-    return not (
-        is_compiling()
-        or _get_tracing_state() is not None
-        or _len_torch_function_stack()
-        or _len_torch_dispatch_stack()
-        or peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.library import custom_op
 
 from regard import normalizers
-from regard._core.dtypes import accumulator
-from regard._core.ops.backends import ROWS, backend_module, default_device, is_plain_eager, refuse_tangents
+from regard._core.ops.backends import ROWS, backend_module, default_device, refuse_tangents
+from regard._facts.dtypes import accumulator
+from regard._facts.modes import is_plain_eager
 from regard.normalizers._language import speak, torch_words
 
 

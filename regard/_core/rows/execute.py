@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._core import ops
-from regard._core.device import has_numba
-from regard._core.dtypes import accumulator, reference_dtype, widen
-from regard._core.ops.backends import ROWS, backend_module, is_plain_eager
-from regard._core.readable import has_no_values, is_mapped
-from regard._core.remember import remember
-from regard._core.rows.temperature_limits import apply_temperature, scale_scores
-from regard._core.rows.validation import (
+from regard._call.validation import (
     check_device,
     check_dim,
     check_mask,
@@ -29,6 +22,14 @@ from regard._core.rows.validation import (
     column_of,
     under_autocast,
 )
+from regard._core import ops
+from regard._core.ops.backends import ROWS, backend_module
+from regard._core.rows.temperature_limits import apply_temperature, scale_scores
+from regard._facts.device import has_numba
+from regard._facts.dtypes import accumulator, reference_dtype, widen
+from regard._facts.modes import is_plain_eager, is_transformed
+from regard._facts.readable import has_no_values
+from regard._facts.remember import remember
 from regard.normalizers import Choice
 
 MAX_PLANS = 1024
@@ -174,35 +175,6 @@ def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> 
     )  # the gradient is NaN too
     p = choice.reference(scale_scores(widen(z), choice, factor), visible, theta).to(z.dtype)
     return p.masked_fill(bad, math.nan)
-
-
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """True if a tensor has a tangent, or torch.func wants its gradient: what the fused ops cannot carry."""
-    if torch.compiler.is_compiling():
-        return _is_within_transform()
-    given = [x for x in tensors if x is not None]
-    forward = torch.autograd.forward_ad
-    if forward._current_level >= 0 and any(forward.unpack_dual(x).tangent is not None for x in given):
-        return True
-    return any(is_mapped(x) or x.requires_grad for x in given) and _is_within_transform()
-
-
-def _is_within_transform() -> bool:
-    return any("Jvp" in kind or "Grad" in kind for kind in _active_transforms())
-
-
-# torch guards a graph by the transforms that it was made in. torch.compiler.assume_constant_result sets this mark too,
-# but imports all of torch._dynamo.
-_is_within_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def is_within_vmap() -> bool:
-    """True if one of the active torch.func transforms is vmap."""
-    return any("Vmap" in kind for kind in _active_transforms())
-
-
-def _active_transforms() -> list[str]:
-    return [str(level.key()) for level in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 def _find_range(x: Tensor) -> tuple[float, float]:

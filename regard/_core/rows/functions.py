@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._core.dtypes import accumulator
-from regard._core.rows.execute import run, run_named
-from regard._core.rows.log_softmax import log_softmax as log_softmax
-from regard._core.rows.log_softmax import logsumexp as logsumexp
-from regard._core.rows.temperature_limits import divide_visible
-from regard._core.rows.validation import (
+from regard._call.validation import (
     check_dense,
     check_device,
     check_dim,
@@ -23,6 +18,11 @@ from regard._core.rows.validation import (
     fits,
     is_float,
 )
+from regard._core.rows.execute import run, run_named
+from regard._core.rows.log_softmax import log_softmax as log_softmax
+from regard._core.rows.log_softmax import logsumexp as logsumexp
+from regard._core.rows.temperature_limits import divide_visible
+from regard._facts.dtypes import accumulator
 from regard.normalizers import Choice
 
 

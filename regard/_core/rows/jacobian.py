@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.library import custom_op
 
 from regard import normalizers
+from regard._call.validation import check_device, check_scores, check_temperature, choose_rows_backend
 from regard._core import ops
-from regard._core.dtypes import widen
-from regard._core.rows.execute import is_transformed, widen_near_softmax
+from regard._core.rows.execute import widen_near_softmax
 from regard._core.rows.temperature_limits import scale_scores, subtract_max, temperature_limit
-from regard._core.rows.validation import check_device, check_scores, check_temperature, choose_rows_backend
+from regard._facts.dtypes import widen
+from regard._facts.modes import is_transformed
 from regard.statistics import Terms, solve_shift
 
 

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._core.dtypes import accumulator
-from regard._core.readable import readable
-from regard._core.rows.temperature_limits import divide_visible, subtract_max
-from regard._core.rows.validation import (
+from regard._call.validation import (
     check_device,
     check_dim,
     check_scores,
@@ -19,6 +16,9 @@ from regard._core.rows.validation import (
     column_of,
     under_autocast,
 )
+from regard._core.rows.temperature_limits import divide_visible, subtract_max
+from regard._facts.dtypes import accumulator
+from regard._facts.readable import readable
 
 
 def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from regard import normalizers, reference
+from regard._call.validation import check_dense, check_device, check_scores, check_theta, choose_rows_backend
 from regard._core import ops
-from regard._core.dtypes import accumulator
-from regard._core.ops.backends import LOSSES, backend_module, default_device, is_plain_eager
-from regard._core.readable import readable
-from regard._core.rows.execute import is_transformed, widen_near_softmax
-from regard._core.rows.validation import check_dense, check_device, check_scores, check_theta, choose_rows_backend
+from regard._core.ops.backends import LOSSES, backend_module, default_device
+from regard._core.rows.execute import widen_near_softmax
+from regard._facts.dtypes import accumulator
+from regard._facts.modes import is_plain_eager, is_transformed
+from regard._facts.readable import readable
 from regard.normalizers import Choice
 
 REDUCTIONS = ("none", "mean", "elementwise_mean", "sum")

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 import regard
-from regard._core.arguments import AttentionOptions
+from regard._call.arguments import AttentionOptions
+from regard._call.problem import Problem
+from regard._call.validation import is_autocast, under_autocast
 from regard._core.execute import apply_policy
 from regard._core.gate import apply_gate
 from regard._core.prepare import prepare
-from regard._core.problem import Problem
-from regard._core.rows.validation import is_autocast, under_autocast
 from regard.masks import blanked
 from regard.reference import score_of, with_sink
 from regard.scores import soft_cap

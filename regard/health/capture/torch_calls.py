@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from regard._call.problem import TENSORS, Problem, unflatten
 from regard._core.execute import dense_attention, opened_rows
 from regard._core.gate import apply_gate
-from regard._core.problem import TENSORS, Problem, unflatten
 from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, hide, select_rows
 from regard.health.capture.guard import guarded
 from regard.health.capture.handwritten import Follower, is_ordinary

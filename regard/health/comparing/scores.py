@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._core.arguments import AttentionOptions
+from regard._call.arguments import AttentionOptions
 from regard._core.execute import apply_policy
 from regard._core.prepare import prepare
 from regard.health.capture.call import Call

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard._core.options import is_real
+from regard._call.options import is_real
 from regard.health.capture.call import Call
 from regard.health.capture.interception import running_frame, uncaptured
 from regard.health.checks.finding import LOGIT_LIMIT, HeadList, positional_heads

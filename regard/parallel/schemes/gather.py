@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regard._core.problem import Forward, Gradients, Problem, Upstream
+from regard._call.problem import Forward, Gradients, Problem, Upstream
 from regard.parallel.gradients import RowGradients, slice_upstream
 from regard.parallel.group import pack, unpack
 from regard.parallel.layout import count_positions, locate_spans

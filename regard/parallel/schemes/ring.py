@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from regard._core.problem import Gradients, Upstream, Whole
+from regard._call.problem import Gradients, Upstream, Whole
 from regard.parallel.gradients import KeyGradients, RowGradients, slice_rows, slice_upstream
 from regard.parallel.group import pack, unpack
 from regard.parallel.layout import count_positions

@@ -9,9 +9,9 @@ from random_problems import close, draw, oracle
 from rows_data import FUSED, ONE_OF_EACH, slow_but
 
 from regard import normalizers, reference
-from regard._backends import philox
 from regard._backends.cpu.attention import launch as attention
-from regard._core.problem import Problem, Upstream
+from regard._call import philox
+from regard._call.problem import Problem, Upstream
 from regard.statistics import NAMES
 
 

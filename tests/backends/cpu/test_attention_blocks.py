@@ -13,7 +13,7 @@ from regard import normalizers
 from regard._backends.cpu import tasks
 from regard._backends.cpu.attention import blocks as attention_blocks
 from regard._backends.cpu.attention import launch as attention
-from regard._core.problem import Problem, Upstream
+from regard._call.problem import Problem, Upstream
 from regard.statistics import NAMES
 
 

@@ -10,8 +10,8 @@ import regard
 from regard import Mask, normalizers
 from regard._backends.cpu.attention.blocks import Blocks
 from regard._backends.cpu.attention.intervals import cut_queries, find_intervals
-from regard._core.mask.visible import make_interval
-from regard._core.problem import Problem
+from regard._call.mask.visible import make_interval
+from regard._call.problem import Problem
 
 N = 2048
 DOCUMENTS = Mask.documents(cu_seqlens=[0, 700, 700, 1500, N])

@@ -13,7 +13,7 @@ from row_oracle import INF, NAN, both_ways, oracle, scores
 
 import regard
 from regard import normalizers
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 from regard.parallel import merge, plan
 
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -15,12 +15,12 @@ from launches import Watched, launched
 from rows_data import FUSED
 
 from regard import normalizers, reference, statistics
-from regard._backends import philox
 from regard._backends.gpu.attention import config
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.backward import bias, dkv, dq
 from regard._backends.gpu.attention.forward import launch as forward
-from regard._core.problem import Forward, Problem, Upstream
+from regard._call import philox
+from regard._call.problem import Forward, Problem, Upstream
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),

@@ -16,7 +16,7 @@ from regard import statistics
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention import registry
 from regard._backends.gpu.attention.masks import dense as dense_mask
-from regard._core.problem import Forward
+from regard._call.problem import Forward
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),

@@ -18,8 +18,8 @@ from regard import normalizers
 from regard._backends.gpu import launcher
 from regard._backends.gpu.attention import config, limits
 from regard._backends.gpu.attention import launch as attention
-from regard._core import device as facts
-from regard._core.problem import Forward, Gradients, Problem, Upstream
+from regard._call.problem import Forward, Gradients, Problem, Upstream
+from regard._facts import device as facts
 
 
 class Kernel:

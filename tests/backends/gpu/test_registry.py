@@ -18,8 +18,9 @@ from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._core import device, dispatch
-from regard._core.problem import Forward, Gradients, Problem
+from regard._call.problem import Forward, Gradients, Problem
+from regard._core import dispatch
+from regard._facts import device
 
 LEAST = sparse.LEAST_KEYS["forward"]
 STATISTICS = "statistics of sigmoid (softmax and softmax1 only)"

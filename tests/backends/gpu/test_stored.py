@@ -17,7 +17,7 @@ from launches import replace_support
 from regard import reference, statistics
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.backward import bias, stored_ds
-from regard._core.problem import Upstream
+from regard._call.problem import Upstream
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),

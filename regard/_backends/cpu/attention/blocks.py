@@ -19,8 +19,8 @@ from regard._backends.cpu.attention.intervals import Intervals, cut_queries, rec
 from regard._backends.cpu.attention.score_rows import score_kernel
 from regard._backends.cpu.jit.compile import precision_of
 from regard._backends.cpu.tasks import run_here, run_tasks
-from regard._core.problem import Problem
-from regard._core.remember import remember
+from regard._call.problem import Problem
+from regard._facts.remember import remember
 
 SCORES = 1 << 19  # scores in a block, about: they stay in the cache, and Python's share is small
 ROWS, MIN_ROWS = 128, 8  # rows of a block: ROWS even at four times the scores, never fewer than MIN_ROWS
@@ -152,7 +152,7 @@ class Blocks:
     >>> import torch
     >>> from regard import normalizers
     >>> from regard._backends.cpu.attention import blocks
-    >>> from regard._core.problem import Problem
+    >>> from regard._call.problem import Problem
     >>> x = torch.zeros(1, 1, 300, 4)
     >>> split = blocks.Blocks(Problem(x, x, x, normalizers.get("softmax"), 1.0, causal=True), scores=1 << 14)
     >>> [(block.first_row[2], block.keys.stop) for task in split.tasks for block in split.blocks_of(task[0])]

@@ -1,4 +1,4 @@
-"""Dropout of weights, or of their gradients, by the random words of `regard._backends.philox`."""
+"""Dropout of weights, or of their gradients, by the random words of `regard._call.philox`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._backends import philox
 from regard._backends.cpu.attention.blocks import Block, Blocks
 from regard._backends.cpu.jit.compile import kernel, precision_of
-from regard._backends.philox import KEY_A, KEY_B, ROUND_A, ROUND_B
+from regard._call import philox
+from regard._call.philox import KEY_A, KEY_B, ROUND_A, ROUND_B
 
 
 def apply_dropout(blocks: Blocks, block: Block, s: Tensor) -> None:
@@ -42,7 +42,7 @@ def drop_entries(s, geometry, base, queries, seed, bound, factor):
 
 
 def random_word(seed, row, key):
-    """The first word of `regard._backends.philox.words`."""
+    """The first word of `regard._call.philox.words`."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     c0, c1, c2, c3 = key, row & low, row >> half, np.uint64(0)
     k0, k1 = seed & low, seed >> half

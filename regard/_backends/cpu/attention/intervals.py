@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 
 BLOCK_COST = 1 << 14  # scores that take as long as Python's share of one block, about
 JUMP = 16  # keys by which an interval moves from one query to the next where a block may end

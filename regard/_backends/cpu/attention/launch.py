@@ -8,7 +8,7 @@ No buffer has more than one block of queries' rows. Blocks multiply only the key
 >>> import torch
 >>> from regard import normalizers
 >>> from regard._backends.cpu.attention import launch
->>> from regard._core.problem import Problem
+>>> from regard._call.problem import Problem
 >>> q = k = torch.zeros(1, 1, 3, 2)
 >>> v = torch.tensor([[[[0.0], [1.0], [5.0]]]])
 >>> problem = Problem(q, k, v, normalizers.get("softmax"), 1.0, causal=True, stats=("entropy",))
@@ -33,14 +33,14 @@ from regard._backends.cpu.attention.forward_rows import FIELDS
 from regard._backends.cpu.attention.kernels import MAX_LANES, NO_SINK
 from regard._backends.cpu.attention.tangent import compute_tangent
 from regard._backends.cpu.jit.compile import precision_of
-from regard._core.problem import Along, Forward, Gradients, Problem, Upstream
+from regard._call.problem import Along, Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE, NAMES
 
 INPUTS = ("q", "k", "v", "bias", "temperature", "sink", "row_bias", "relative", "theta", "score_params")
 
 
 def forward(problem: Problem) -> Forward:
-    """o [B, H, M, E], the row state and the statistics named in `problem.stats`; see `regard._core.problem`."""
+    """o [B, H, M, E], the row state and the statistics named in `problem.stats`; see `regard._call.problem`."""
     return Forward(*compute_forward(problem, problem.q.dtype))
 
 

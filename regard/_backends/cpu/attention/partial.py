@@ -1,6 +1,6 @@
 """Attention over a part of the keys on the CPU: what `regard.parallel` computes on each rank before parts are merged.
 
-Blocks, products and row kernels are those of `launch.py`; `regard._core.problem` says what `Part` and `Whole` hold.
+Blocks, products and row kernels are those of `launch.py`; `regard._call.problem` says what `Part` and `Whole` hold.
 Threshold maps and statistics need whole rows (`regard.parallel.schemes.gather`).
 """
 
@@ -13,7 +13,7 @@ from regard._backends.cpu.attention import kernels
 from regard._backends.cpu.attention.blocks import Block
 from regard._backends.cpu.attention.launch import compute_forward, compute_gradients, detach_problem
 from regard._backends.cpu.jit.compile import precision_of
-from regard._core.problem import Gradients, Part, Problem, Upstream, Whole
+from regard._call.problem import Gradients, Part, Problem, Upstream, Whole
 from regard.normalizers._families import nothing
 from regard.normalizers._language import speak, torch_words
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from regard._backends.cpu.attention import kernels
 from regard._backends.cpu.attention.blocks import Block, Scratch, Task, make_blocks
 from regard._backends.cpu.jit.compile import precision_of
-from regard._core.problem import Along, Forward, Problem
+from regard._call.problem import Along, Forward, Problem
 
 
 def compute_tangent(problem: Problem, forward: Forward, along: Along) -> Tensor:

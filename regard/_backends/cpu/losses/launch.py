@@ -24,7 +24,7 @@ from regard._backends.cpu.losses import kernels
 from regard._backends.cpu.rows.launch import HALF, MIN_WIDTH, PADDING, as_array
 from regard._backends.cpu.rows.threshold import tile_functions
 from regard._backends.cpu.tasks import run_row_ranges
-from regard._core.dtypes import accumulator
+from regard._facts.dtypes import accumulator
 from regard.normalizers import Choice, Normalizer
 from regard.normalizers._language import speak
 

@@ -34,7 +34,7 @@ _FAMILIES = {"pointwise": pointwise, "ratio": ratio, "threshold": threshold}
 def forward(
     s: Tensor, choice: Choice, theta: Tensor | None = None, mask: Tensor | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(p, state): p [R, N] in s's dtype, state [2, R] = (shift, z) as `regard._core.problem.Forward` says.
+    """(p, state): p [R, N] in s's dtype, state [2, R] = (shift, z) as `regard._call.problem.Forward` says.
 
     s: [R, N], float64, float32, bfloat16 or float16; the 16-bit dtypes are computed in float32.
     theta: one parameter per row, [R]; None takes the choice's own. mask: bool [R, N], any strides, True = visible.

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from regard._backends import philox
 from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import limits, statistics
 from regard._backends.gpu.attention.forward import decode
 from regard._backends.gpu.attention.tiles import Config, Options, View
-from regard._core.device import has_large_shared_memory
-from regard._core.problem import Problem
+from regard._call import philox
+from regard._call.problem import Problem
+from regard._facts.device import has_large_shared_memory
 
 # (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
 HALF = {

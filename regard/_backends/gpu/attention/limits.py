@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from regard._core import problem
-from regard._core.device import has_bulk_copies, supports_gluon
-from regard._core.problem import Problem
+from regard._call import problem
+from regard._call.problem import Problem
+from regard._facts.device import has_bulk_copies, supports_gluon
 
 GLUON_TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

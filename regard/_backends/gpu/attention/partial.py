@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from regard._backends.gpu.attention import launch as attention
-from regard._core.problem import Forward, Gradients, Part, Problem, Upstream, Whole
+from regard._call.problem import Forward, Gradients, Part, Problem, Upstream, Whole
 
 
 def forward(problem: Problem) -> Part:

@@ -20,7 +20,7 @@ from regard._backends.gpu.attention.forward import launch as forward
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.masks import dense as dense_mask
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 
 FEW_SCORES = 2**19
 PAGE = Path(__file__).parents[4] / "docs" / "developers" / "kernels-table.md"

@@ -27,7 +27,7 @@ from regard._backends.gpu.attention.masks.dense import add_tile_map
 from regard._backends.gpu.attention.masks.tables import add_key_index
 from regard._backends.gpu.attention.tiles import LOG2E
 from regard._backends.gpu.launcher import launch, launch_key
-from regard._core.problem import Along, Forward, Problem
+from regard._call.problem import Along, Forward, Problem
 
 
 class MovingBlock(NamedTuple):

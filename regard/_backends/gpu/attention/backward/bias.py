@@ -23,7 +23,7 @@ from regard._backends.gpu.attention.config import config_of, options, unexpanded
 from regard._backends.gpu.attention.masks.tables import add_key_index
 from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 
 STORED = 64  # rows and columns of a tile of stored ds
 

@@ -12,7 +12,7 @@ from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.config import is_linear
 from regard._backends.gpu.attention.masks.dense import PackedMask
 from regard._backends.gpu.launcher import launch_key
-from regard._core.problem import Forward, Gradients, Problem, Upstream
+from regard._call.problem import Forward, Gradients, Problem, Upstream
 
 
 class BackwardCall(NamedTuple):

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from regard._backends.gpu.attention.backward.call import BackwardCall
-from regard._core.device import has_bulk_copies
-from regard._core.problem import Forward, Gradients, Problem, Upstream
+from regard._call.problem import Forward, Gradients, Problem, Upstream
+from regard._facts.device import has_bulk_copies
 
 WIDEST = 256  # head width
 

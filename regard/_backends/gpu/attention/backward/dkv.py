@@ -21,7 +21,7 @@ from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layo
 from regard._backends.gpu.attention.masks.dense import PackedMask, add_tile_map
 from regard._backends.gpu.attention.masks.tables import add_key_index, add_query_ranges
 from regard._backends.gpu.launcher import launch, launch_key
-from regard._core.problem import MARKS, Problem
+from regard._call.problem import MARKS, Problem
 
 SHORT = 512  # queries or keys
 PARTS, STAGES, REGISTERS = 2, 4, 240  # of the Gluon kernel: warpgroups, stages of its ring, registers of their threads

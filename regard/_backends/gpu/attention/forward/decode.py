@@ -19,7 +19,7 @@ from regard._backends.gpu.attention.limits import find_option
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E, Config
 from regard._backends.gpu.launcher import launch
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 
 QUERIES = 16  # at most
 KEYS = 2048  # at least

@@ -23,7 +23,7 @@ from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._backends.gpu.attention.threshold import forward_threshold
 from regard._backends.gpu.attention.tiles import Config, Options
 from regard._backends.gpu.launcher import launch, launch_key
-from regard._core.problem import Forward, Problem
+from regard._call.problem import Forward, Problem
 
 # The threshold solver by dtype: most steps; for powers of t what keys that cross the threshold in the last step may add
 # to |Σp − 1|; for g = t |Σp − 1| before the last step. Statistics are float32 and take its bounds.

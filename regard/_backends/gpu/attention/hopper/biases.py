@@ -26,7 +26,7 @@ from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.config import unexpanded_shape, view
 from regard._backends.gpu.attention.tiles import HIDDEN, Options
 from regard._backends.gpu.launcher import launch
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 
 COLUMNS = 16  # that one product of the tensor cores takes
 LARGEST = tl.constexpr(2.0**60)  # bias/scale

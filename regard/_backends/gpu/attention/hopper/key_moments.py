@@ -17,7 +17,7 @@ from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.hopper.spans import needs_spans
 from regard._backends.gpu.attention.tiles import View
 from regard._backends.gpu.launcher import launch, launch_key
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 
 KEYS = 64  # of one product
 SPAN = 1024  # keys of a part for causal rows, doubled until there are at most PARTS parts

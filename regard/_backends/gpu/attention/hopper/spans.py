@@ -17,7 +17,7 @@ from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.config import view
 from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 
 GROUP = 64  # queries
 FIELDS = tl.constexpr(

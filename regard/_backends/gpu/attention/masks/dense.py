@@ -25,7 +25,7 @@ from regard._backends.gpu.attention.masks.tables import find_shared
 from regard._backends.gpu.attention.tiles import NO_TABLE, Config, MaskBits, Options, Table, TileMap
 from regard._backends.gpu.attention.visibility import NOWHERE
 from regard._backends.gpu.launcher import launch
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 
 COLUMNS = 64  # that are mapped at once
 PACKED_ROWS, PACKED = 8, 512  # rows and columns that are packed at once

@@ -17,7 +17,7 @@ from regard._backends.gpu.attention import tiles, visibility
 from regard._backends.gpu.attention.tiles import Config, KeyIndex, Options, Table
 from regard._backends.gpu.attention.visibility import NOWHERE
 from regard._backends.gpu.launcher import launch
-from regard._core.problem import Problem
+from regard._call.problem import Problem
 
 KEYS = 1024  # of a key bias
 QUERIES = 1024

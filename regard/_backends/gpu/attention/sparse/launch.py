@@ -23,7 +23,7 @@ from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layo
 from regard._backends.gpu.attention.sparse import bounds, gather, support
 from regard._backends.gpu.attention.tiles import Config, Options
 from regard._backends.gpu.launcher import call_by_address, launch
-from regard._core.problem import MARKS, Problem
+from regard._call.problem import MARKS, Problem
 
 BLOCK = 128  # rows of a program of `list_candidates`
 CAP = 128  # entries of one of a row's four lists; a power of two, so that no block's lists cross 4 GiB

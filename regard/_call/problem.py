@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers, score_function
-from regard._core.dtypes import accumulator
+from regard._facts.dtypes import accumulator
 from regard.normalizers import Choice
 from regard.score_function import ScoreFunction
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from regard._core.mask.parts import Intervals, Packed, check_cu_seqlens, find_longest, reach_of
-from regard._core.ops.backends import is_plain_eager
-from regard._core.readable import readable
-from regard._core.remember import remember
+from regard._call.mask.parts import Intervals, Packed, check_cu_seqlens, find_longest, reach_of
+from regard._facts.modes import is_plain_eager
+from regard._facts.readable import readable
+from regard._facts.remember import remember
 from regard.mask import Mask
 
 Ints = Tensor | Sequence[int]
@@ -55,7 +55,7 @@ def document_mask(
 ) -> Mask:  # fmt: skip
     """The mask of packed documents as a model passes them, unchecked; tokens past the last end see nothing.
 
-    >>> from regard._core.mask.documents import document_mask
+    >>> from regard._call.mask.documents import document_mask
     >>> document_mask(torch.tensor([0, 1, 3]), torch.tensor([0, 2, 4]), 3, 4, causal=True).dense(3, 4).int()
     tensor([[1, 1, 0, 0],
             [0, 0, 1, 0],
@@ -74,7 +74,7 @@ def find_starts(position_ids: Tensor | None) -> Tensor | None:
 
     In a batch the positions of left padding start anew too (0, 0, 0, 1 or 1, 1, 0, 1), but fall by 1 at most.
 
-    >>> from regard._core.mask.documents import find_starts
+    >>> from regard._call.mask.documents import find_starts
     >>> find_starts(torch.tensor([[0, 1, 2, 0, 1]])).int()
     tensor([[1, 0, 0, 1, 0]], dtype=torch.int32)
     """
@@ -89,7 +89,7 @@ def find_starts(position_ids: Tensor | None) -> Tensor | None:
 def documents_of_positions(position_ids: Tensor | None) -> Tensor | None:
     """The cu_seqlens of one packed row, whose positions [1, N] start anew with each document; None if one.
 
-    >>> from regard._core.mask.documents import documents_of_positions
+    >>> from regard._call.mask.documents import documents_of_positions
     >>> documents_of_positions(torch.tensor([[0, 1, 2, 0, 1]]))
     tensor([0, 3, 5])
     """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard._core.mask.parts import Documents, Lengths, Packed, Padding, Prefix
+from regard._call.mask.parts import Documents, Lengths, Packed, Padding, Prefix
 from regard.bias import Bias
 from regard.mask import Mask
 from regard.masks import resolve_causal_bias

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hint
 
 from torch import Tensor
 
-from regard._core.remember import remember
+from regard._facts.remember import remember
 from regard.bias import Bias
 from regard.mask import Mask
 from regard.normalizers import Choice

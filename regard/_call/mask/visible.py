@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from regard._core.mask.attn_mask import GivenMask, find_positions
-from regard._core.mask.parts import (
+from regard._call.mask.attn_mask import GivenMask, find_positions
+from regard._call.mask.parts import (
     INTEGERS,
     Causal,
     Intervals,
@@ -22,8 +22,8 @@ from regard._core.mask.parts import (
     check_side,
     least,
 )
-from regard._core.readable import readable
-from regard._core.rows.validation import check_dense, fits, is_float
+from regard._call.validation import check_dense, fits, is_float
+from regard._facts.readable import readable
 from regard.mask import Mask
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard._core.device import supports_float64
+from regard._facts.device import supports_float64
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

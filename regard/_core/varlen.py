@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
-from regard._core.arguments import Keywords, Scale, Wanted
+from regard._call.arguments import Keywords, Scale, Wanted
+from regard._call.mask.documents import pack_documents
+from regard._call.mask.parts import check_side
+from regard._call.validation import fits
 from regard._core.attention import attention
-from regard._core.mask.documents import pack_documents
-from regard._core.mask.parts import check_side
-from regard._core.rows.validation import fits
 from regard.statistics import Statistics
 
 if TYPE_CHECKING:

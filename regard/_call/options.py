@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._core.dtypes import accumulator
-from regard._core.readable import readable
-from regard._core.rows.validation import check_dense, fits, is_float
-from regard._core.rows.validation import check_theta as check_parameter
+from regard._call.validation import check_dense, fits, is_float
+from regard._call.validation import check_theta as check_parameter
+from regard._facts.dtypes import accumulator
+from regard._facts.readable import readable
 from regard.normalizers import Choice
 from regard.score_function import ScoreFunction
 from regard.scores import is_finite, is_real

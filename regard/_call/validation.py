@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._core.device import has_numba
-from regard._core.readable import readable
+from regard._facts.device import has_numba
+from regard._facts.readable import readable
 from regard.normalizers import Parameter
 
 LARGEST = 1e20  # a temperature, or its inverse

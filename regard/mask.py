@@ -206,8 +206,7 @@ class Mask:
         every = torch.arange(queries, device=device)
         lo = torch.zeros_like(every) if lo is None else lo
         hi = torch.full_like(every, keys) if hi is None else hi
-        shape = torch.broadcast_shapes(lo.shape, hi.shape, (queries,))
-        return masks.interval(lo.expand(shape), hi.expand(shape), keys)
+        return masks.interval(*torch.broadcast_tensors(lo, hi, every)[:2], keys)
 
     def __repr__(self) -> str:
         return " & ".join(map(repr, self.parts)) or "Mask()"

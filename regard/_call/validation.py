@@ -37,10 +37,8 @@ def check_dense(x: Tensor, name: str) -> None:
 
 def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
     """True if a tensor of `shape` broadcasts to `full`."""
-    try:
-        return torch.broadcast_shapes(shape, full) == torch.Size(full)
-    except RuntimeError:
-        return False
+    pairs = zip(reversed(shape), reversed(full), strict=False)
+    return len(shape) <= len(full) and all(own == 1 or own == size for own, size in pairs)
 
 
 def is_float(x: Tensor) -> bool:

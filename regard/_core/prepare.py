@@ -219,7 +219,9 @@ def broadcast_leading(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, by_entr
         heads = max(heads, kv_heads) if 0 not in (heads, kv_heads) else 0
         kv_heads = heads
     try:
-        outer = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+        outer = q.shape[:-3]
+        if not outer == k.shape[:-3] == v.shape[:-3]:  # torch imports sympy to compare them
+            outer = torch.broadcast_shapes(outer, k.shape[:-3], v.shape[:-3])
     except RuntimeError:
         raise ValueError(
             f"the leading dims of q, k and v must broadcast, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"

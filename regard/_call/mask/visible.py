@@ -136,8 +136,8 @@ def make_interval(mask: Mask, position: Tensor | None, queries: int, keys: int, 
     i = torch.arange(queries, device=device)
     lo = torch.zeros_like(i) if lo is None else lo.clamp(0, keys)
     hi = torch.full_like(i, keys) if hi is None else hi.clamp(0, keys)
-    shape = torch.broadcast_shapes(lo.shape, hi.shape, (1, 1, queries))
-    return torch.stack([x.expand(shape) for x in (lo, hi, i if position is None else position)]).int()
+    lo, hi, i = torch.broadcast_tensors(lo, hi, i.expand(1, 1, queries))
+    return torch.stack([lo, hi, i if position is None else position.expand(i.shape)]).int()
 
 
 def check_mask(mask, lead, batch: int, heads: int, queries: int, keys: int, q: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Chosen before torch and Triton are imported: how many threads a worker takes, and where kernels run without a GPU."""
+"""Chosen before torch and Triton are imported: a worker's threads, and where kernels run without a GPU."""
 
 import gc
 import importlib.util
@@ -9,6 +9,7 @@ import pytest
 
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # each its share: threads that wait spin
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # beside another worker, waits that spin took five times the work
 
 import torch
 

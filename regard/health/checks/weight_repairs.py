@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.health.checks.repairs import CURED, is_cured, shorten
+from regard.health.checks.repairs import CURED, is_cured, loss_without_attention, require_honest_loss, shorten
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.trial import Trial
 
@@ -59,8 +59,9 @@ def check(trial: Trial) -> list:
         return []  # a model that predicts its text reads its weights rightly
     if sum(p.numel() for p in trial.part.parameters()) > MOST_WEIGHTS:
         raise NotApplicable(f"the model has more than {MOST_WEIGHTS:,} parameters")
+    require_honest_loss(trial)
     task = shorten(task)
-    own, started = task.losses(), time.perf_counter()
+    own, silent, started = task.losses(), loss_without_attention(trial, task), time.perf_counter()
     best: tuple[float, str] | None = None
     for repair in list_repairs(trial):
         if time.perf_counter() - started > SECONDS:
@@ -68,7 +69,7 @@ def check(trial: Trial) -> list:
         with replaced(trial.part, repair.values()):
             changed = task.losses()
         loss = float(changed.mean())
-        if is_cured(trial, task, own, changed) and (best is None or loss < best[0]):
+        if is_cured(trial, task, own, changed, silent) and (best is None or loss < best[0]):
             best = loss, repair.meaning
     if best is None:
         return []

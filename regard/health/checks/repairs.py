@@ -89,8 +89,8 @@ def check(trial: Trial) -> list[Finding]:
 
 
 CURED = (
-    f"loss lower by more than {GAIN:.0%}, 95 % interval below 0, and then below that of the text's frequencies and of the "
-    "model without attention"
+    f"loss lower by more than {GAIN:.0%}, 95 % interval below 0, and then below that of the text's frequencies "
+    "and of the model without attention"
 )
 
 

@@ -16,6 +16,7 @@ from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.trial import Trial
 
 RANDOM, TRAINED = 1.06, 1.2  # ratio of a random matrix, at most; median of the trained ones, at least
+TRACY_WIDOM = 3.0  # one random matrix in ten thousand has a larger norm
 SMALLEST = 16  # rows and columns of a matrix that is judged
 LARGE, STEPS = 1024, 12  # from which size on the norm is found by power iteration, and in how many steps
 WHOLE = 2  # matrices of a layer that must look random if there is but one layer to compare it with
@@ -34,9 +35,11 @@ RULES = (
 
 def check(trial: Trial) -> list:
     roles: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    most: dict[str, float] = {}
     for name, w in trial.part.named_parameters():
         if is_judged(name, w):
             roles[NUMBER.sub("#", name)].append((name, spectral_ratio(w.detach())))
+            most[name] = largest_of_random(*w.shape)
     several = {role: members for role, members in roles.items() if len(members) > 1}
     trained = [x for members in several.values() for _, x in members if x > TRAINED]
     if not several:
@@ -47,7 +50,7 @@ def check(trial: Trial) -> list:
         (name, x, median(y for other, y in members if other != name))
         for members in several.values()
         for name, x in members
-        if x < RANDOM and median(y for other, y in members if other != name) > TRAINED
+        if x < most[name] and median(y for other, y in members if other != name) > TRAINED
     ]
     layers = {NUMBER.search(name)[0] for name, *_ in fresh}  # type: ignore[index]
     if not fresh or (max(map(len, several.values())) < 3 and len(fresh) < WHOLE * len(layers)):
@@ -58,7 +61,7 @@ def check(trial: Trial) -> list:
         RULES[0], "warning", keys,
         f"{', '.join(other.removesuffix('.weight') for other, *_ in fresh[:4])}{' …' if len(fresh) > 4 else ''}: the "
         f"largest singular value is {x:.2f} times that of random numbers, where the other layers have {usual:.2f}.",
-        f"‖W‖₂ / σ(√m + √n) < {RANDOM:g}, median of the other layers > {TRAINED:g}",
+        f"‖W‖₂ / σ(√m + √n) < {most[name]:.3g}, median of the other layers > {TRAINED:g}",
     )  # fmt: skip
 
 
@@ -69,6 +72,13 @@ def calls_of(trial: Trial) -> list:
 def is_judged(name: str, w: Tensor) -> bool:
     plain = w.is_floating_point() and not w.is_meta and w.ndim == 2
     return plain and name.endswith("weight") and min(w.shape) >= SMALLEST and bool(NUMBER.search(name))
+
+
+def largest_of_random(m: int, n: int) -> float:
+    """The ratio that a matrix of independent entries stays below, by the law of Tracy and Widom; at most RANDOM."""
+    edge = (m - 1) ** 0.5 + n**0.5
+    spread = edge * ((m - 1) ** -0.5 + n**-0.5) ** (1 / 3)
+    return min(RANDOM, (edge**2 + TRACY_WIDOM * spread) ** 0.5 / (m**0.5 + n**0.5))
 
 
 def spectral_ratio(w: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import nn
 from regard.health.capture.interception import describe_changes
 from regard.health.checks import find_all
 from regard.health.contract.run import run_checks
-from regard.health.measurement.batches import as_batches, count_batches, evaluation_mode
+from regard.health.measurement.batches import as_batches, evaluation_mode
 from regard.health.measurement.one_pass import (
     Pass,
     find_missed,
@@ -25,6 +26,7 @@ from regard.health.measurement.one_pass import (
 from regard.health.measurement.recorder import Layer
 from regard.health.mixers import MixerReading
 from regard.health.probe.trial import KEPT
+from regard.health.progress import Progress
 from regard.health.readings.heads import heads_if, heads_of, keep_on_host, layers_without_rows
 from regard.health.report.report import Report, WhatIfReading, describe_measurement
 from regard.health.what_if import WhatIf, parse_all
@@ -67,7 +69,8 @@ def examine(
         what_if: changes to try on the same scores: "temperature=2", "scale=inverse", "qk_norm", "softcap=50",
             "normalizer=entmax15", "ssmax"; several joined by + are one change.
         title: the model's name in the report; None for its own.
-        progress: True for a line that counts batches, in a terminal or notebook; or called with the number finished.
+        progress: True for a line that names the stage and moves every second, in a terminal or notebook; or called
+            with the number of batches finished.
         backend: as in `regard.attention`.
         group: ranks of `torch.distributed` that share the batches, True for all: every rank passes the same batches,
             runs its own, and returns the report that one process would.
@@ -100,26 +103,32 @@ def examine(
     if ablate is not None and not isinstance(ablate, bool) and not 0.0 <= ablate < float("inf"):
         raise ValueError(f"ablate must be True, False or seconds from 0 on, got {ablate!r}")
     batches = as_batches(batches)
-    if isinstance(progress, bool):
-        batches, progress = count_batches(batches) if progress else batches, None
-    seen = measure(
-        model, batches, changes, backend=backend, progress=progress, group=group, snapshot=snapshot,
-        keep=KEPT if checks else 0,
-    )  # fmt: skip
-    with seen.recorder.on_side_stream():
-        report = _make_report(title or name_model(model), seen, changes)
-    if seen.layers and seen.failure is None and seen.first is not None and (checks or tokenizer is not None):
-        from regard.health.look import sample_tokens  # imports this module
+    line = Progress("examine") if progress is True else None
+    with line or contextlib.nullcontext():
+        seen = measure(
+            model, line.count(batches) if line else batches, changes, backend=backend,
+            progress=progress if callable(progress) else None, group=group, snapshot=snapshot,
+            keep=KEPT if checks else 0,
+        )  # fmt: skip
+        with seen.recorder.on_side_stream():
+            report = _make_report(title or name_model(model), seen, changes)
+        if seen.layers and seen.failure is None and seen.first is not None and (checks or tokenizer is not None):
+            from regard.health.look import sample_tokens  # imports this module
 
-        report = replace(report, tokens=sample_tokens(model, seen.first, tokenizer, seen.room, report.title))
-    if checks and seen.failure is None and group is None and snapshot is None:
-        budget = max(LEAST_ABLATION, seen.seconds) if ablate is None else ABLATION if ablate is True else float(ablate)
-        with evaluation_mode(seen.modules), torch.no_grad():
-            outcome, found = run_checks(
-                model, seen.kept, seen.layers, report.heads, report.findings, changes, causal=causal, loss=loss,
-                ablation_seconds=budget, predictor=predictor, tokenizer=tokenizer,
-            )  # fmt: skip
-        report = report.with_checks(outcome, found)
+            if line:
+                line.stage("reading what heads look at")
+            report = replace(report, tokens=sample_tokens(model, seen.first, tokenizer, seen.room, report.title))
+        if checks and seen.failure is None and group is None and snapshot is None:
+            budget = max(LEAST_ABLATION, seen.seconds) if ablate is None else ABLATION if ablate is True else ablate
+            with evaluation_mode(seen.modules), torch.no_grad():
+                outcome, found = run_checks(
+                    model, seen.kept, seen.layers, report.heads, report.findings, changes, causal=causal, loss=loss,
+                    ablation_seconds=float(budget), predictor=predictor, tokenizer=tokenizer,
+                    progress=line.check if line else None,
+                )  # fmt: skip
+            report = report.with_checks(outcome, found)
+            if outcome.is_stopped:
+                report = replace(report, interrupted=f"KeyboardInterrupt (after {len(outcome.done)} checks)")
     if not seen.layers and not seen.mixers and not any(one.severity != "note" for one in report.findings):
         raise ValueError(
             f"no attention was found in {type(model).__name__}: it did not call scaled_dot_product_attention, "

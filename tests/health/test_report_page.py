@@ -107,8 +107,8 @@ def test_checks_are_drawn_where_there_are_some(ill):
     page = report_page.render(checked)
     header = re.sub("<[^>]+>", "", page[page.index("<header>") : page.index("</header>")])
     assert header.count("loss 2.5 nats per token") == 1 and "unigrams reach 3, its bigrams 2.2" in header
-    assert re.search(r"<td>2, Δ [^<]+, helps</td>", page) and "qk_norm ends it in" in page
-    assert re.search(r", loss 2, Δ [^<;]+, helps", page)
+    assert re.search(r"<td>2, helps \(Δ [^<]+\)</td>", page) and "qk_norm ends it in" in page
+    assert re.search(r", loss 2.5 → 2, helps \(Δ [^<;]+\)", page)
     assert "two equal forwards agree" in page and "there is none" in page
     drawn = payload.make_payload(checked, 8, 3)
     at = drawn["statistics"].index("ablation")

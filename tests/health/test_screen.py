@@ -93,8 +93,9 @@ def test_layers_of_other_widths_are_never_folded_into_one():
 def test_text_wraps_at_words_with_a_hanging_indent_and_is_never_coloured_in_a_pipe():
     out = io.StringIO()
     writer = Writer(out)
-    writer.field("found", "word " * 40)
+    for text, style in writer.field("found", "word " * 40):
+        writer.line(text, style)
     writer.line("long " * 40, "red", most=1)
     lines = out.getvalue().splitlines()
     assert len(lines) == 3 == writer.lines and all(len(line) <= 80 for line in lines)
-    assert lines[1].startswith(" " * 10 + "word") and lines[1].endswith("…") and "\x1b" not in out.getvalue()
+    assert lines[1].startswith(" " * 14 + "word") and lines[1].endswith("…") and "\x1b" not in out.getvalue()

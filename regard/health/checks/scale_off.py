@@ -37,7 +37,7 @@ NUMBER = re.compile(r"\d+")  # of a layer, in its name
 LAYERS = 3  # of a model whose scales are compared, at least
 GROWN, GROWN_HEAD = 70.0, 256.0  # both variances of a layer, or of one head; sound layers reach 65, a head of MiniLM 64
 
-EVIDENCE = "The logit variance is {range}, where 1/√d aims at 1, and the norms of q and k predict it: "
+SIZE = "(logit variance {range}, where 1/√d aims at 1; the norms of q and k predict it)."
 
 
 def find(heads: Heads) -> list[Finding]:
@@ -63,7 +63,7 @@ def find(heads: Heads) -> list[Finding]:
     return [
         *make_finding(
             RULE, "warning", high,
-            EVIDENCE + f"the scale is too large: it is {name_scale(high)}.",
+            f"Scores are {describe_factor(high)} times too large: their scale is {name_scale(high)} {SIZE}",
             f"scale > {LARGE_SCALE:g}/√d and logit variance of the layer, measured and predicted, > {LARGE:g}",
             "Check that scores are multiplied by 1/√d exactly once; try what_if=['scale=sqrt', 'qk_norm'].",
         ),
@@ -83,26 +83,34 @@ def find(heads: Heads) -> list[Finding]:
         ),
         *make_finding(
             RULE, "warning", low,
-            EVIDENCE + f"the scale is too small: it is {name_scale(low)}.",
+            f"Scores are too small: their scale is {name_scale(low)} {SIZE}",
             f"scale < 1/({LARGE_SCALE:g}·√d) and logit variance of the layer, measured and predicted, < 1/32",
             "Check that scores are not divided twice (1/d for 1/√d); try what_if=['scale=sqrt'].",
         ),
         *make_finding(
             RULE, "note", small_norms,
-            EVIDENCE + "queries and keys are too small, or already scaled." + describe_large_scale(small_norms),
+            f"Queries and keys are too small, or already scaled {SIZE}" + describe_large_scale(small_norms),
             "logit variance of the layer, measured and predicted, < 1/32; the call's scale is not small",
             "A model freshly initialised with small weights starts like this. Otherwise check that queries are not "
             "multiplied by 1/√d before a call that does so too. The finding `diffuse` names a temperature to try.",
         ),
         *make_finding(
             RULE, "warning", grown,
-            EVIDENCE + "the norms of q and k have grown, so that the scale is too large for them.",
+            f"The norms of queries and keys have grown: 1/√d is too large for them {SIZE}",
             f"logit variance of a layer, measured and predicted, > {GROWN:g}, or of one head > {GROWN_HEAD:g}; the "
             f"scale is below {LARGE_SCALE:g}/√d",
             "Go back to a checkpoint from before the norms grew; train with warm-up, a lower rate and QK-norm from the "
             "start. On this model try what_if=['qk_norm'] or regard.qk_clip.",
+            cause="The norms of queries and keys have grown, by a high learning rate or without a bound.",
+            fix="Train with QK-norm, warm-up or a lower rate from a checkpoint before; regard.qk_clip bounds them now.",
+            what_if=("qk_norm",),
         ),
     ]  # fmt: skip
+
+
+def describe_factor(found: list) -> str:
+    """The scale of the first head found over 1/√d."""
+    return f"{found[0][0].scale:.2g}" if found else ""
 
 
 def describe_large_scale(found: list) -> str:

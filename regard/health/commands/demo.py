@@ -1,6 +1,7 @@
 """regard demo: examine a stored model that was trained without 1/√d and its sound twin; train one both ways."""
 
 import argparse
+import contextlib
 import sys
 import warnings
 from dataclasses import replace
@@ -14,6 +15,7 @@ from regard.health.commands.files import check_path, print_error, save_report
 from regard.health.examine import examine
 from regard.health.models.inputs import sample_text
 from regard.health.models.tiny import CHARACTERS, TinyLM, batches, checkpoint, encode
+from regard.health.progress import Progress
 from regard.health.report.report import Report
 
 SUBJECTS = (("tiny-unscaled", "without 1/√d"), ("tiny-scaled", "with 1/√d"))
@@ -37,10 +39,11 @@ def main(options: argparse.Namespace) -> int:
         return 1
     ill.show(page=str(options.out))
     words = "no cause found" if not [one for one in sound.diagnosis if one.severity != "note"] else "not sound"
-    loss, other = (f"{report.loss.mean:.2f}" for report in (sound, ill))  # type: ignore[union-attr]
-    print(f"\nits twin, trained with 1/√d: {words}, loss {loss} against {other}")
+    losses = [report.loss.mean for report in (sound, ill) if report.loss is not None]
+    beside = f", loss {losses[0]:.2f} against {losses[1]:.2f}" if len(losses) == 2 else ""
+    print(f"\nits twin, trained with 1/√d: {words}{beside}")
     _show_trainings()
-    print(f"your own model: regard examine ./my-model --text corpus.txt --what-if qk_norm --out {options.out}")
+    print("your own model: regard examine ./my-model --text corpus.txt --what-if qk_norm")
     return 0
 
 
@@ -51,15 +54,20 @@ def _examine(name: str, description: str, options: argparse.Namespace) -> Report
         model, texts, CHANGES, title=f"{name}, {description}", progress=sys.stderr.isatty(),
         tokenizer=CHARACTERS.__getitem__, ablate=2.0,
     )  # fmt: skip
-    stored = f"a stored model of {notes['steps']} steps, validation loss {float(notes['validation_loss']):.2f}"
+    stored = f"trained for {notes['steps']} steps"
     return replace(report, how=dict(report.how, input=stored))
 
 
 def _show_trainings() -> None:
     """Trains one model twice from one start, with and without 1/√d, and prints what leaving it out costs."""
     ids = encode(sample_text())
-    sound, unscaled = train(ids, "sqrt"), train(ids, "none")
-    print(describe_gap(sound, unscaled))
+    with Progress("demo") if sys.stderr.isatty() else contextlib.nullcontext() as line:
+        losses = []
+        for number, scale in enumerate(("sqrt", "none")):
+            if line is not None:
+                line.stage(f"training a small model {('with', 'without')[number]} 1/√d")
+            losses.append(train(ids, scale))
+    print(describe_gap(*losses))
 
 
 def describe_gap(sound: float, unscaled: float) -> str:

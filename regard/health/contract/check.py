@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,6 +20,7 @@ from regard.health.contract.verdict import Skipped, Verdict
 from regard.health.measurement.batches import as_batches, evaluation_mode, is_function, run_batch
 from regard.health.measurement.one_pass import Pass, find_missed, measure, name_model, require_measurable
 from regard.health.probe.trial import KEPT
+from regard.health.progress import Progress
 from regard.health.readings.heads import heads_of, keep_on_host, layers_without_rows
 from regard.health.tokens.text import as_token_batch
 
@@ -97,13 +98,14 @@ def check(
     layers = [] if seen is None else seen.layers
     found = [one for one in find_all(heads, layers, [] if seen is None else seen.mixers) if one.code in chosen]
     kept = [batch for batch in given if not is_function(batch)]
-    with evaluation_mode(list(model.named_modules())), torch.no_grad():
+    line = Progress("check") if progress is True else None
+    with evaluation_mode(list(model.named_modules())), torch.no_grad(), line or contextlib.nullcontext():
         outcome, found = run_checks(
             model, kept, layers, heads, found, causal=causal, loss=loss, predictor=predictor, tokenizer=tokenizer,
-            chosen=chosen, seconds=seconds, progress=_write_progress if progress is True else progress or None,
+            chosen=chosen, seconds=seconds, progress=line.check if line else progress if callable(progress) else None,
         )  # fmt: skip
-    if progress is True:
-        print("\r".ljust(48), end="\r", file=sys.stderr, flush=True)
+    if outcome.is_stopped:
+        raise KeyboardInterrupt
     _judge_readings(outcome, chosen, bool(layers), bool(heads), seen is not None and bool(seen.mixers), problem)
     unmeasured = [(layer.name, layer.reason) for layer in layers if layer.reason is not None]
     if seen is not None:
@@ -183,7 +185,3 @@ def _judge_readings(
             outcome.made += [rule.code for rule in own]
         else:
             outcome.reasons += [(rule.code, reason) for rule in own]
-
-
-def _write_progress(code: str, number: int, total: int) -> None:
-    print(f"\rcheck: {code} ({number + 1} of {total})".ljust(40), end="", file=sys.stderr, flush=True)

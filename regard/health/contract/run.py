@@ -44,6 +44,7 @@ class Checks:
     seconds: float = 0.0
     made: list[str] = field(default_factory=list)  # codes of the checks that were made
     reasons: list[tuple[str, str]] = field(default_factory=list)  # (code, why it was not made)
+    is_stopped: bool = False  # by Ctrl-C
 
     def skip(self, rules: Sequence[Rule], reason: str) -> None:
         """Notes why these rules were not checked."""
@@ -69,7 +70,7 @@ def run_checks(
 ) -> tuple[Checks, list[Finding]]:  # fmt: skip
     """Returns what the checks found out, and all findings: `found` with effects added, and new ones.
 
-    Checks begin in the order of their codes until `seconds` have passed; `chosen` are codes (None: all);
+    Checks begin in the order of their codes until `seconds` have passed, or Ctrl-C; `chosen` are codes (None: all);
     `progress(code, number, total)` is called before each.
     """
     started = time.perf_counter()
@@ -83,41 +84,58 @@ def run_checks(
         module for module in filter(checks.runs_model, checks.modules())
         if chosen is None or any(rule.code in chosen for rule in module.RULES)
     ]  # fmt: skip
-    with torch.random.fork_rng(devices), trial.probe.active() if has_runs else contextlib.nullcontext():
-        for number, module in enumerate(wanted):
-            if progress is not None:
-                progress(module.RULES[0].code, number, len(wanted))
-            if time.perf_counter() - started > seconds:
-                result.skip(module.RULES, f"out of time: {seconds:g} s had passed")
-                continue
-            modes = [(part, part.training) for part in trial.model.modules()]
+    number = 0
+    try:
+        with torch.random.fork_rng(devices), trial.probe.active() if has_runs else contextlib.nullcontext():
+            for number, module in enumerate(wanted):
+                if progress is not None:
+                    progress(module.RULES[0].code, number, len(wanted))
+                if time.perf_counter() - started > seconds:
+                    result.skip(module.RULES, f"out of time: {seconds:g} s had passed")
+                    continue
+                findings = _check(module, trial, result, findings, chosen)
+            number = len(wanted)
+            for rule, why in trial.skipped:
+                result.skip((rule,), why)
+            if progress is not None and ablation_seconds > 0.0:
+                progress("trying changes, and the loss without each head", number, number)
             try:
-                new = module.check(trial)
-            except NotApplicable as reason:
-                result.skip(module.RULES, str(reason))
-            except Exception as error:  # the model may refuse other tokens or lengths
-                result.skip(module.RULES, describe_raised(error))
-            else:
-                result.done.append(checks.name_of(module))
-                result.made += [rule.code for rule in module.RULES]
-                findings = _merge(findings, [one for one in new if chosen is None or one.code in chosen])
-            for part, training in modes:
-                part.training = training
-        for rule, why in trial.skipped:
-            result.skip((rule,), why)
-        try:
-            if chosen is None or any(code.startswith("RG8") for code in chosen):
-                result.loss = trial.loss_reading
-            _try_changes(trial, result, changes, findings)
-            if ablation_seconds > 0.0 and (trial.task is not None or trial.batches):
-                ablator = Ablator(trial)
-                result.ablation = ablate(trial, ablator, ablation_seconds)
-                findings = [_with_effect(trial, ablator, finding) for finding in findings]
-        except Exception as error:
-            result.skipped.append(("loss and ablation", describe_raised(error)))
+                if chosen is None or any(code.startswith("RG8") for code in chosen):
+                    result.loss = trial.loss_reading
+                _try_changes(trial, result, changes, findings)
+                if ablation_seconds > 0.0 and (trial.task is not None or trial.batches):
+                    ablator = Ablator(trial)
+                    result.ablation = ablate(trial, ablator, ablation_seconds)
+                    findings = [_with_effect(trial, ablator, finding) for finding in findings]
+            except Exception as error:
+                result.skipped.append(("loss and ablation", describe_raised(error)))
+    except KeyboardInterrupt:
+        result.is_stopped = True
+        for module in wanted[number:]:
+            result.skip(module.RULES, "stopped by Ctrl-C")
     findings = [_with_remedies(finding, result.what_if) for finding in findings]
     result.seconds = time.perf_counter() - started
     return result, sort_findings(findings)
+
+
+def _check(
+    module: Any, trial: Trial, result: Checks, findings: list[Finding], chosen: Collection[str] | None
+) -> list[Finding]:
+    """Makes one check; returns the findings with its own."""
+    modes = [(part, part.training) for part in trial.model.modules()]
+    try:
+        new = module.check(trial)
+    except NotApplicable as reason:
+        result.skip(module.RULES, str(reason))
+    except Exception as error:  # the model may refuse other tokens or lengths
+        result.skip(module.RULES, describe_raised(error))
+    else:
+        result.done.append(checks.name_of(module))
+        result.made += [rule.code for rule in module.RULES]
+        findings = _merge(findings, [one for one in new if chosen is None or one.code in chosen])
+    for part, training in modes:
+        part.training = training
+    return findings
 
 
 def describe_raised(error: Exception) -> str:

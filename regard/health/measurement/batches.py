@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,21 +85,3 @@ def name_batch(error: BaseException, number: int) -> BaseException:
     elif error.__cause__ is None:
         error.__cause__ = RuntimeError(note)
     return error
-
-
-def count_batches(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches; write `examine: 3 of 8 batches, 2 s` to standard error, over itself each time.
-
-    >>> from regard.health.measurement.batches import count_batches
-    >>> list(count_batches("ab"))
-    ['a', 'b']
-    """
-    total = f" of {len(batches)}" if isinstance(batches, Sized) else ""
-    started = time.monotonic()
-    try:
-        for done, batch in enumerate(batches):
-            seconds = time.monotonic() - started
-            print(f"\rexamine: {done}{total} batches, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-            yield batch
-    finally:
-        print(f"\rexamine: done, {time.monotonic() - started:.0f} s".ljust(48), file=sys.stderr, flush=True)

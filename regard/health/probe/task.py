@@ -74,11 +74,24 @@ class LossChange:
     def to_json(self) -> dict[str, Any]:
         return {**{key: finite(value) for key, value in asdict(self).items()}, "word": self.word}
 
+    @property
+    def delta(self) -> str:
+        """`Δ −0.014 [−0.028, −0.001]`, or `|Δ| < 0.0007` if the whole interval is too small to matter.
+
+        >>> LossChange(2.72, -0.0141, -0.0277, -0.00079).delta, LossChange(2.74, 4e-07, -0.00067, 0.00067).delta
+        ('Δ −0.014 [−0.028, −0.001]', '|Δ| < 0.0007')
+        """
+        if not math.isfinite(self.low) or not math.isfinite(self.high):
+            return f"Δ {self.change:+.2g}".replace("-", "−")
+        most = max(abs(self.low), abs(self.high))
+        if most < NO_DIFFERENCE * abs(self.loss - self.change):
+            step = 10.0 ** math.floor(math.log10(max(most, 1e-6)))
+            return f"|Δ| < {math.ceil(max(most, 1e-6) / step - 1e-9) * step:.1g}"
+        digits = max(0, 1 - math.floor(math.log10(max(self.high - self.low, 1e-9) / 2)))
+        return f"Δ {self.change:+.{digits}f} [{self.low:+.{digits}f}, {self.high:+.{digits}f}]".replace("-", "−")
+
     def __str__(self) -> str:
-        own, change = self.loss - self.change, f"{self.change:+.2g}"
-        if math.isfinite(self.low):
-            change += f" [{self.low:.2g}, {self.high:.2g}]"
-        return f"loss {own:.3g} → {self.loss:.3g}, {self.word} (Δ {change})"
+        return f"loss {self.loss - self.change:.3g} → {self.loss:.3g}, {self.word} ({self.delta})"
 
 
 def finite(value: Any) -> Any:

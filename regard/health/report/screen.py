@@ -1,116 +1,159 @@
 """The report on one screen: verdict, causes, what to do first, a map that folds equal layers, what was not checked.
 
 llama  24 layers × 16 heads · 4,096 tokens · 8.2 s
-✗ CRITICAL   worse than word frequencies: loss 6.06 ± 0.04 against 5.73
+✗ CRITICAL  2 causes, the first since layer 12
+loss 6.06 ± 0.04 (next token, 16 sequences); guessing by frequency: 5.73
 
-1 exploding logits   layers 12–23, all heads                          RG302
-    evidence …
-    do …
-  layer  heads            entropy  max logit
-   0–11  ················    0.98       3.1
-  12–23  1111111111111111    0.24        70   ← 1 starts here
+1 exploding logits  layers 12–23, all heads                          RG302
+    found     …
+    do first  …
+    gain      qk_norm: loss 6.06 → 6.08, no difference (Δ +0.02 [−0.01, +0.05])
+    sure      …
+  layer  heads             entropy  max logit
+   0–11  ················     0.98        3.1
+  12–23  1111111111111111     0.24         70   ← 1 starts here
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
+from regard.health import checks
 from regard.health.checks.finding import MODEL
 from regard.health.contract.diagnosis import Cause
 from regard.health.report.report import Report
-from regard.health.report.summary import count_noun, describe_mixers, describe_no_findings
+from regard.health.report.summary import count_noun, describe_mixers, describe_no_findings, find_unusual
 from regard.health.report.writer import Writer
 from regard.table import format_number
 
-HEIGHT, ROWS = 24, 12  # lines of the screen, and at most of the map
+HEIGHT = 24  # lines of the screen
 SHOWN = 3  # causes
 HEADS = 32  # columns of the map
 NOTHING, SEVERAL = "·", "+"
 COLOURS = {"critical": "bold red", "warning": "yellow", "note": "cyan", "sound": "green"}
 
+UNSURE = "A fault that none of these checks knows passes them all; they saw one text, without training."
+
+Line = tuple[str, str]  # text, style
+
+
+class Detail(NamedTuple):
+    """How much the screen tells: lines of a field, changes that were tried, rows of the map."""
+
+    first: int  # lines of the first cause's evidence and fix
+    others: int
+    tried: int
+    sure: int
+    rows: int
+    skipped: int
+    blank: int = 1
+
+
+DETAILS = (
+    Detail(3, 2, 2, 2, 12, 2), Detail(2, 2, 2, 2, 12, 2), Detail(2, 1, 2, 2, 8, 2), Detail(2, 1, 1, 1, 8, 1),
+    Detail(1, 1, 1, 1, 6, 1), Detail(1, 1, 1, 1, 6, 1, 0), Detail(1, 1, 1, 0, 4, 1), Detail(1, 1, 0, 0, 2, 1, 0),
+)  # fmt: skip
+
 
 def show_screen(report: Report, file: TextIO | None = None, page: str = "") -> None:
     """Prints the report in at most 24 lines of 80 columns; `page` is the file that has the rest."""
     writer = Writer(file)
+    for detail in DETAILS:
+        lines = list(_compose(writer, report, page, detail))
+        if len(lines) <= HEIGHT:
+            break
+    for text, style in lines:
+        writer.line(text, style, most=1)
+
+
+def _compose(writer: Writer, report: Report, page: str, detail: Detail) -> Iterator[Line]:
+    """The lines of the screen in this much detail."""
     causes = report.diagnosis
     shown = [cause for cause in causes if cause.severity != "note"][:SHOWN] or causes[:1]
-    writer.line(_title(report), "bold")
-    for text, style in _verdict(report, causes):
-        writer.line(text, style, most=2)
-    writer.line()
+    yield _title(report), "bold"
+    yield _verdict(report, causes)
+    for text in (describe_loss(report), *describe_mixers(report)):
+        for line in writer.wrap(text, 2, 2):
+            yield line, ""
+    if detail.blank:
+        yield "", ""
     for number, cause in enumerate(shown, 1):
-        _show_cause(writer, report, number, cause, most=1 if len(shown) > 2 else 2)
-    foot = _foot(report, causes, shown, page)
-    space = HEIGHT - writer.lines - len(foot) - 3
-    if report.heads and space > 1:
-        _show_map(writer, report, shown, min(ROWS, space))
-    for text in foot:
-        writer.line(text, most=1)
+        yield from _describe_cause(writer, report, number, cause, detail)
+    if not shown and report.heads:
+        for one in find_unusual(report.heads, 1):
+            yield from writer.field("unusual", f"layer {one.head.index}, head {one.head.head}: {one}", 1, indent=0)
+        yield from writer.field("sure", UNSURE, 2, indent=0)
+    if report.heads:
+        yield from _draw_map(report, shown, detail.rows)
+    yield from _foot(writer, report, causes, shown, page, detail.skipped)
 
 
 def _title(report: Report) -> str:
-    layers = len({head.index for head in report.heads})
-    heads = {sum(head.index == index for head in report.heads) for index in {head.index for head in report.heads}}
-    many = "/".join(map(str, sorted(heads)))
-    parts = (
-        [f"{count_noun(layers, 'layer')} × {count_noun(int(many), 'head') if many.isdigit() else f'{many} heads'}"]
-        if report.heads
-        else []
-    )
-    source = str(report.how.get("input", ""))
-    parts += [source] if source else []
+    counts: dict[int, int] = {}
+    for head in report.heads:
+        counts[head.index] = counts.get(head.index, 0) + 1
+    heads = "/".join(map(str, sorted(set(counts.values()))))
+    parts = [f"{count_noun(len(counts), 'layer')} × {heads} head{'s' * (heads != '1')}"] if counts else []
+    parts += [str(report.how["input"])] if report.how.get("input") else []
     parts.append(f"{report.how['seconds'] + (report.checks.seconds if report.checks else 0.0):.1f} s")
     return f"{report.title}  {' · '.join(parts)}"
 
 
-def _verdict(report: Report, causes: Sequence[Cause]) -> list[tuple[str, str]]:
-    """The verdict with the loss, and of a hybrid how much is attention."""
+def _verdict(report: Report, causes: Sequence[Cause]) -> Line:
     grave = [cause for cause in causes if cause.severity != "note"]
     if report.interrupted:
-        sign, word, style = "✗", "NOT FINISHED", COLOURS["critical"]
-    elif grave:
-        sign, word, style = "✗", grave[0].severity.upper(), COLOURS[grave[0].severity]
-    elif not report.heads:
-        sign, word, style = "–", "NOTHING MEASURED", COLOURS["warning"]
-    else:
-        sign, word, style = "✓", "NO PROBLEM FOUND", COLOURS["sound"]
-    said = [report.interrupted] if report.interrupted else []
-    said += [f"{len(grave)} {'cause' if len(grave) == 1 else 'causes'}"] if grave else []
-    if not grave and not report.interrupted:
-        said.append(describe_no_findings(report))
-    lines = [(f"{sign} {word}  {'; '.join(said)}", style)]
-    lines += [(text, "") for text in [describe_loss(report)] if text]
-    return lines + [(text, "") for text in describe_mixers(report)]
+        return f"✗ NOT FINISHED: {report.interrupted}", COLOURS["critical"]
+    if grave:
+        layers = [index for index, _ in grave[0].finding.places] if grave[0].scope != MODEL else []
+        since = f"{', the first' * (len(grave) > 1)} since layer {min(layers)}" if layers else ""
+        return f"✗ {grave[0].severity.upper()}  {count_noun(len(grave), 'cause')}{since}", COLOURS[grave[0].severity]
+    text = describe_no_findings(report)
+    if not report.heads:
+        return f"– NOTHING MEASURED: {text}", COLOURS["warning"]
+    found = text.removeprefix("No problem found ")
+    return f"✓ NO PROBLEM FOUND {found}" if found != text else f"– {text}", COLOURS["sound"]
 
 
 def describe_loss(report: Report) -> str:
-    """`loss 6.06 ± 0.04 (next token, 16 sequences); guessing by frequency 5.73`, empty if there is none."""
+    """`loss 6.06 ± 0.04 (next token, 16 sequences); guessing by frequency: 5.73`, empty if there is none.
+
+    The guess is the one to beat next: frequencies first, then the token before.
+    """
     loss = report.loss
     if loss is None:
         return ""
-    half = (loss.high - loss.low) / 2
-    spread = f" ± {half:.2g}" if math.isfinite(half) else ""
-    text = f"loss {loss.mean:.3g}{spread} ({loss.kind}, {loss.sequences} sequence{'s' * (loss.sequences != 1)})"
-    if loss.unigram is not None and loss.bigram is not None:
-        text += f"; guessing by frequency {loss.unigram:.3g}, by the token before {loss.bigram:.3g}"
-    return text
+    half, size = (loss.high - loss.low) / 2, math.log10(max(abs(loss.mean), 1e-9))
+    spread = f" ± {round(half, 2 - math.floor(size)) or half:.2g}" if math.isfinite(half) else ""
+    text = f"loss {loss.mean:.3g}{spread} ({loss.kind}, {count_noun(loss.sequences, 'sequence')})"
+    if loss.unigram is None or loss.bigram is None:
+        return text
+    if loss.mean >= loss.unigram:
+        return f"{text}; guessing by frequency: {loss.unigram:.3g}"
+    return f"{text}; guessing by the token before: {loss.bigram:.3g}"
 
 
-def _show_cause(writer: Writer, report: Report, number: int, cause: Cause, most: int) -> None:
-    head = f"{number} {cause.kind}"
-    place = describe_place(report, cause)
-    gap = writer.width - len(head) - len(place) - len(cause.code) - 2
-    writer.line(f"{head}  {place}{' ' * max(gap, 1)}{cause.code}", COLOURS[cause.severity], most=1)
-    writer.field("found", cause.evidence, most)
-    if cause.symptoms:
-        writer.field("so", ", ".join(dict.fromkeys(one.kind for one in cause.symptoms)), most=1)
-    writer.field("do", cause.fix, most)
-    tried = describe_tries(report, cause.finding.what_if)
-    if tried and most > 1:
-        writer.field("tried", tried[0], most=1)
+def _describe_cause(writer: Writer, report: Report, number: int, cause: Cause, detail: Detail) -> Iterator[Line]:
+    head = f"{number} {cause.kind}  {describe_place(report, cause)}"
+    yield head + " " * max(writer.width - len(head) - len(cause.code), 1) + cause.code, COLOURS[cause.severity]
+    is_first = number == 1
+    most = detail.first if is_first else detail.others
+    yield from writer.field("found", cause.evidence, most)
+    if is_first and cause.symptoms:
+        yield from writer.field("so", ", ".join(dict.fromkeys(one.kind for one in cause.symptoms)), 1)
+    yield from writer.field("do first" if is_first else "do", cause.fix, most)
+    if is_first:
+        for at, tried in enumerate(describe_tries(report, cause.finding.what_if)[: detail.tried]):
+            yield from writer.field("gain" if at == 0 else "", tried, 1)
+        yield from writer.field("sure", describe_proof(cause), detail.sure)
+
+
+def describe_proof(cause: Cause) -> str:
+    """What the finding of a cause proves, and what it does not, in its rule's words."""
+    rule = checks.rules().get(cause.code)
+    return "" if rule is None else rule.proves
 
 
 def describe_place(report: Report, cause: Cause) -> str:
@@ -196,23 +239,21 @@ def make_rows(report: Report, causes: Sequence[Cause], most: int) -> list[Row]:
     return rows[:most]
 
 
-def _show_map(writer: Writer, report: Report, causes: Sequence[Cause], most: int) -> None:
+def _draw_map(report: Report, causes: Sequence[Cause], most: int) -> Iterator[Line]:
     rows = make_rows(report, causes, most)
-    width = max(len(_fold_marks(row.marks)) for row in rows)
-    writer.line(f"{'layer':>7}  {'heads':<{max(width, 5)}}  entropy  max logit", "dim")
+    width = max(5, *(len(_fold_marks(row.marks)) for row in rows))
+    yield f"{'layer':>7}  {'heads':<{width}}  entropy  max logit", "dim"
     starts = {
         min(index for index, _ in cause.finding.places): number
         for number, cause in reversed(list(enumerate(causes, 1)))
         if cause.scope != MODEL and cause.finding.places
     }
     for row in rows:
-        label = fold_numbers(row.indices)
         entropy = _mean(row.entropy)
         numbers = f"{'–' if entropy != entropy else f'{entropy:.2f}':>7}  {_number(row.largest):>9}"
         first = [str(starts[index]) for index in row.indices if index in starts]
-        note = f"   ← {', '.join(first)} starts here" if first and row is not rows[0] else ""
-        writer.line(f"{label:>7}  {_fold_marks(row.marks):<{max(width, 5)}}  {numbers}{note}", most=1)
-    writer.line()
+        note = f"   ← {', '.join(first)} starts here" if first else ""
+        yield f"{fold_numbers(row.indices):>7}  {_fold_marks(row.marks):<{width}}  {numbers}{note}", ""
 
 
 def _fold_marks(marks: str) -> str:
@@ -223,25 +264,33 @@ def _fold_marks(marks: str) -> str:
     return "".join(NOTHING if not one else one.pop() if len(one) == 1 else SEVERAL for one in kinds)
 
 
-def _foot(report: Report, causes: Sequence[Cause], shown: Sequence[Cause], page: str) -> list[str]:
-    """What is left out here: more causes and notes, what was not checked, where the rest is."""
-    lines = []
+def _foot(
+    writer: Writer, report: Report, causes: Sequence[Cause], shown: Sequence[Cause], page: str, most: int
+) -> Iterator[Line]:
+    """What is left out here: more causes and notes, other changes, what was not checked, where the rest is."""
     more = len([cause for cause in causes if cause.severity != "note"]) - len(shown)
     notes = len([cause for cause in causes if cause.severity == "note" and cause not in shown])
-    left = [f"{more} more cause{'s' * (more > 1)}"] * (more > 0) + [f"{notes} note{'s' * (notes != 1)}"] * (notes > 0)
-    if left:
-        lines.append(f"also      {', '.join(left)}: -v lists them")
-    tries = [] if report.checks is None else describe_tries(report, list(report.what_if))
-    lines += [f"what if   {text}" for text in tries[:2]]
-    if report.unmeasured:
-        first = report.unmeasured[0]
-        rest = f", and {len(report.unmeasured) - 1} more" if len(report.unmeasured) > 1 else ""
-        lines.append(f"unread    {first[0] or 'the model itself'}: {first[1]}{rest}")
-    if report.checks is not None:
-        lines.append(f"checks    {len(report.checks.done)} made, {len(report.checks.skipped)} skipped: -v says why")
-    else:
-        lines.append("checks    none: measured only")
-    return [*lines, f"page      {page}"] if page else lines
+    left = [count_noun(more, "more cause")] * (more > 0) + [count_noun(notes, "note")] * (notes > 0)
+    known = {name for cause in shown[:1] for name in cause.finding.what_if}
+    lines = [("also", f"{', '.join(left)}: -v lists them")] if left else []
+    lines += [("what if", text) for text in describe_tries(report, [x for x in report.what_if if x not in known])[:2]]
+    for layer, reason in report.unmeasured[:1]:
+        rest = f"; and {count_noun(len(report.unmeasured) - 1, 'more layer')}" if len(report.unmeasured) > 1 else ""
+        lines.append(("unread", f"{layer or 'the model itself'}: {reason}{rest}"))
+    for name, text in lines:
+        yield from writer.field(name, text, 1, indent=0)
+    yield from writer.field("skipped", describe_skipped(report), most, indent=0)
+    if page:
+        yield f"{'page':<{writer.LABEL}}{page}", ""
+
+
+def describe_skipped(report: Report) -> str:
+    """How many checks were made, and which were not, those of the gravest rules first."""
+    if report.checks is None:
+        return "every check but those of the heads' numbers: the model was only measured"
+    skipped = [name for name, _ in report.checks.skipped]
+    made = f"{count_noun(len(report.checks.done), 'check')} made, {len(skipped)} not"
+    return f"{made} (-v says why): {'; '.join(skipped)}" if skipped else made
 
 
 def _mean(values: Sequence[float]) -> float:

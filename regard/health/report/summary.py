@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
 
 from regard.health import checks
 from regard.health.checks.finding import MODEL
 from regard.health.checks.predictions import LEAST_TOKENS
+from regard.table import format_number
 
 if TYPE_CHECKING:
     from regard.health.contract.run import LossReading
+    from regard.health.readings.heads import HeadReading
     from regard.health.report.report import Report
 
 ROOT = "the model itself"  # the root module's name is empty
 LISTED = 8  # layers
+COMPARED = ("entropy_ratio", "max_weight", "first_key_mass", "distance", "max_logit", "logit_variance")
+UNUSUAL = 6  # heads that differ most from the others
+LEAST_HEADS = 4  # to compare
 
 
 def summarize(report: Report) -> list[str]:
@@ -154,3 +160,35 @@ def count_noun(number: int, noun: str) -> str:
 
 def _join(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+class Unusual(NamedTuple):
+    """A head, the statistic in which it differs most, its mean there and that of the middle head."""
+
+    head: HeadReading
+    statistic: str
+    value: float
+    usual: float
+
+    def __str__(self) -> str:
+        value, usual = format_number(self.value), format_number(self.usual)
+        return f"{self.statistic.replace('_', ' ')} {value}, where the middle head has {usual}"
+
+
+def find_unusual(heads: Sequence[HeadReading], count: int = UNUSUAL) -> list[Unusual]:
+    """The heads farthest from the middle one, measured in the distance of a usual head from it."""
+    if len(heads) < LEAST_HEADS:
+        return []
+    best: dict[int, tuple[float, Unusual]] = {}
+    for name in COMPARED:
+        means = [(at, mean) for at, head in enumerate(heads) if (mean := head.statistics.mean(name)) == mean]
+        if not means:
+            continue
+        middle = median(mean for _, mean in means)
+        spread = median(abs(mean - middle) for _, mean in means)
+        for at, mean in means:
+            far = abs(mean - middle) / (spread + 0.05 * abs(middle) + 1e-9)
+            if at not in best or far > best[at][0]:
+                best[at] = far, Unusual(heads[at], name, mean, middle)
+    ranked = sorted(best.values(), key=lambda pair: -pair[0])
+    return [unusual for _, unusual in ranked[:count]]

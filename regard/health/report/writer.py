@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 WIDTH = 80  # where the file is no terminal
-LABEL = 10  # columns of a field's name, with the indent
 
 
 def printable(text: str) -> str:
@@ -22,6 +22,8 @@ def printable(text: str) -> str:
 
 class Writer:
     """Prints lines of text to a file, standard output if None, and counts them."""
+
+    LABEL = 10  # columns of a field's name
 
     def __init__(self, file: TextIO | None = None) -> None:
         self.file = sys.stdout if file is None else file
@@ -46,19 +48,32 @@ class Writer:
             else:
                 print(self._encodable(part), file=self.file)
 
-    def field(self, name: str, text: str, most: int = 2) -> None:
-        """Prints `name  text` indented, later lines under the text."""
-        self.line(f"    {name:<{LABEL - 4}}{printable(text)}", most=most, hanging=LABEL)
+    def field(self, name: str, text: str, most: int = 2, indent: int = 4) -> Iterator[tuple[str, str]]:
+        """Lines `name  text` without style, later ones under the text; none if the text is empty or `most` is 0."""
+        label = f"{' ' * indent}{name:<{self.LABEL}}"
+        if text and most:
+            yield from ((line, "") for line in self.wrap(label + printable(text), len(label), most, len(label)))
 
-    def wrap(self, text: str, hanging: int, most: int) -> list[str]:
-        """The lines of a text; the last ends in … where some are left out."""
+    def wrap(self, text: str, hanging: int, most: int = 0, start: int = 0) -> list[str]:
+        """The lines of a text whose first `start` columns stay as they are.
+
+        What does not fit into `most` lines is cut behind the last clause that does, else behind a word, with a …
+        """
         text = printable(text)
-        indent = text[: len(text) - len(text.lstrip())]
-        cut: dict[str, Any] = dict(max_lines=most, placeholder=" …") if most else {}
-        return textwrap.wrap(
-            text.strip(), self.width, initial_indent=indent, subsequent_indent=" " * hanging,
-            break_long_words=False, break_on_hyphens=False, **cut,
+        start = start or len(text) - len(text.lstrip())
+        options: dict[str, Any] = dict(
+            width=self.width, initial_indent=text[:start], subsequent_indent=" " * hanging,
+            break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
+        lines = textwrap.wrap(text[start:].strip(), **options)
+        if not most or len(lines) <= most:
+            return lines
+        cut = textwrap.wrap(text[start:].strip(), max_lines=most, placeholder=" …", **options)
+        kept = " ".join([cut[0][start:], *(line.strip() for line in cut[1:])])
+        clause = max(kept.rfind(mark) for mark in (". ", "; "))
+        if clause * 2 < len(kept):
+            return cut
+        return textwrap.wrap(f"{kept[: clause + 1].rstrip(';')} …", **options)
 
     def _encodable(self, text: str) -> str:
         """The text, with ? for what the file's encoding lacks."""

@@ -1,22 +1,16 @@
 """The first part of a page: what is wrong, since which layer, what to do, what it would gain."""
 
 from collections.abc import Sequence
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from regard.health import checks
 from regard.health.checks.finding import Finding
-from regard.health.readings.heads import HeadReading
 from regard.health.report.glossary import link, link_words
 from regard.health.report.page.document import escape
 from regard.health.report.report import Report
-from regard.health.report.summary import count_noun, describe_no_findings
-from regard.table import format_number
+from regard.health.report.summary import count_noun, describe_no_findings, find_unusual
 
 CHIPS = 48  # heads of a finding
-COMPARED = ("entropy_ratio", "max_weight", "first_key_mass", "distance", "max_logit", "logit_variance")
-UNUSUAL = 6  # heads that differ most from the others
-LEAST_HEADS = 4  # to compare
 
 
 def checks_of(report: Report) -> dict[str, Any]:
@@ -117,14 +111,14 @@ def _gain(report: Report, finding: Finding) -> str:
     """What the what-ifs that were tried do to a finding, and to the loss."""
     if not report.what_if:
         return "Not tried. Add a what-if to the examination, such as --what-if qk_norm, to see what it would change."
-    losses, parts, own = checks_of(report).get("what_if", {}), [], set(finding.places)
+    losses = {} if report.checks is None else report.checks.what_if
+    parts, own = [], set(finding.places)
     if not is_judged_again(finding.code):
         return "A change of the scores does not touch what this finding is about; it was not judged again under one."
     for name, reading in report.what_if.items():
         still = {place for one in reading.findings if one.kind == finding.kind for place in one.places}
         text = f"{name} ends it in {len(own - still)} of {count_noun(len(own), 'head')}"
-        loss = describe_change(losses.get(name))
-        parts.append(f"{text}, loss {loss}" if loss else text)
+        parts.append(f"{text}, {losses[name]}" if name in losses else text)
     known = "" if losses else " What it does to the loss was not measured."
     return f"On the same queries and keys, without training: {escape('; '.join(parts))}.{known}"
 
@@ -132,44 +126,3 @@ def _gain(report: Report, finding: Finding) -> str:
 def is_judged_again(code: str) -> bool:
     """True if the finding is judged from the heads' statistics alone, which what-ifs measure anew."""
     return any(hasattr(module, "find") and code in {rule.code for rule in module.RULES} for module in checks.modules())
-
-
-def describe_change(change: dict[str, Any] | None) -> str:
-    """`2.31, Δ +0.02 [0.01, 0.03], helps`: the loss under a change with its interval; empty if it is not known."""
-    if not change or change.get("loss") is None or change.get("change") is None:
-        return ""
-    low, high = change["low"], change["high"]
-    interval = "" if low is None or high is None else f" [{low:.2g}, {high:.2g}]"
-    return f"{change['loss']:.3g}, Δ {change['change']:+.2g}{interval}, {change['word']}"
-
-
-class Unusual(NamedTuple):
-    """A head, the statistic in which it differs most, its mean there and that of the middle head."""
-
-    head: HeadReading
-    statistic: str
-    value: float
-    usual: float
-
-    def __str__(self) -> str:
-        value, usual = format_number(self.value), format_number(self.usual)
-        return f"{self.statistic.replace('_', ' ')} {value}, where the middle head has {usual}"
-
-
-def find_unusual(heads: Sequence[HeadReading], count: int = UNUSUAL) -> list[Unusual]:
-    """The heads farthest from the middle one, measured in the distance of a usual head from it."""
-    if len(heads) < LEAST_HEADS:
-        return []
-    best: dict[int, tuple[float, Unusual]] = {}
-    for name in COMPARED:
-        means = [(at, mean) for at, head in enumerate(heads) if (mean := head.statistics.mean(name)) == mean]
-        if not means:
-            continue
-        middle = median(mean for _, mean in means)
-        spread = median(abs(mean - middle) for _, mean in means)
-        for at, mean in means:
-            far = abs(mean - middle) / (spread + 0.05 * abs(middle) + 1e-9)
-            if at not in best or far > best[at][0]:
-                best[at] = far, Unusual(heads[at], name, mean, middle)
-    ranked = sorted(best.values(), key=lambda pair: -pair[0])
-    return [unusual for _, unusual in ranked[:count]]

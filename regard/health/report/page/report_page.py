@@ -14,7 +14,7 @@ from regard.health.report.glossary import link, link_words, make_glossary
 from regard.health.report.page.causes import make_causes
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
-from regard.health.report.page.problems import checks_of, describe_change, first_place, make_problems
+from regard.health.report.page.problems import checks_of, first_place, make_problems
 from regard.health.report.report import Report
 from regard.health.report.screen import describe_loss
 from regard.health.report.summary import ROOT, count_kinds, count_noun, describe_mixers
@@ -175,7 +175,7 @@ def _what_if(report: Report, detail: Detail) -> str:
     if not report.what_if:
         return ""
     hint = "Choose one under “What if” below to see it for each head." if detail.changed else ""
-    losses = checks_of(report).get("what_if", {})
+    losses = {} if report.checks is None else report.checks.what_if
     own = f"{report.loss.mean:.3g}" if report.loss is not None else "–"
     rows = [_what_if_row("as measured", report.heads, report.findings, [], own)]
     rows += [
@@ -184,7 +184,7 @@ def _what_if(report: Report, detail: Detail) -> str:
             one.heads,
             one.findings,
             one.refused,
-            describe_change(losses.get(name)) or "–",
+            f"{losses[name].loss:.3g}, {losses[name].word} ({losses[name].delta})" if name in losses else "–",
             "" if report.checks is None else str(report.checks.rounding.get(name, "")),
         )
         for name, one in report.what_if.items()

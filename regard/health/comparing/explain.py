@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from regard.health.comparing.blocks import Pairing
 from regard.health.comparing.causes.attention import explain_attention
-from regard.health.comparing.causes.generic import explain_generally
+from regard.health.comparing.causes.generic import explain_generally, explain_numbers
 from regard.health.comparing.causes.glue import explain_glue
 from regard.health.comparing.causes.guesses import Pair
 from regard.health.comparing.causes.modules import explain_module
-from regard.health.comparing.causes.queries import explain_inputs
+from regard.health.comparing.causes.queries import explain_inputs, explain_turned
 from regard.health.comparing.causes.trial import Trial
 from regard.health.comparing.record import Key, Run
 from regard.health.models.loading import describe_error
@@ -74,10 +74,10 @@ def _find_cause(case: Case, key: Key) -> tuple[str | None, list[str]]:
     """What is tried depends on the place: a call's part, a module that makes q, k or v, angles, any other."""
     if key.part in ("q", "k", "v", "mask", "scores", "attention"):
         return _explain_call(case, key)
-    if key.part.startswith("out") and (call := _find_call(case, key)) is not None:
-        return _explain_projection(case, key, call)
     if (turned := _find_turned(case, key)) is not None:
         return _explain_call(case, turned)
+    if key.part.startswith("out") and (call := _find_call(case, key)) is not None:
+        return _explain_projection(case, key, call)
     return _explain_point(case, key)
 
 
@@ -131,7 +131,9 @@ def _explain_point(case: Case, key: Key) -> tuple[str | None, list[str]]:
     if a.shape != b.shape and a.numel() != b.numel():
         return f"the shapes differ, {list(a.shape)} in A and {list(b.shape)} in B.", ["shapes"]
     trial = Trial(a, b.reshape(a.shape), case.budget(key), key.part if key.part in ("q", "k", "v") else "", case.a.real)
-    if key.part.startswith("out"):
+    if not a.is_floating_point():
+        explain_numbers(trial)
+    elif key.part.startswith("out"):
         modules = [
             model.get_submodule(name)
             for model, name in zip(case.models, (key.module, case.pairing.places[key].module), strict=True)
@@ -148,6 +150,7 @@ def _explain_point(case: Case, key: Key) -> tuple[str | None, list[str]]:
         if trial.best is None:
             explain_glue(trial, key, case.a, case.numbers())
     else:
+        explain_turned(trial)
         explain_glue(trial, key, case.a, case.numbers())
     return trial.best, trial.tried
 

@@ -10,6 +10,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from regard.health.capture.interception import as_written, check_model
@@ -159,6 +160,12 @@ def _judge(compared: list[Compared], notes: list[str]) -> ModelComparison:
                 False, f"{notes[0]} In evaluation mode both compute the same: call .eval().", True, "the mode"
             )
         return result(True, SAME, True)
+    if (moved := _rearranged(worst)) is not None:
+        if all(one.output <= max(one.budgets.get(root, 0.0), SAFETY * one.size) for one in compared):
+            notes.append(f"The outputs alone were compared: {moved}.")
+            return result(True, SAME, True)
+        cause = f"the outputs differ by {output:.2g} of their size, and places inside cannot be compared: {moved}."
+        return result(False, cause, False, "the model's output", tried=["the outputs"])
     case, key, keys = _refine(worst, found)
     if key is None and _chooses(worst, found):
         notes.append("Some tokens take other experts: their scores are tied within rounding, and no module differs.")
@@ -174,6 +181,22 @@ def _judge(compared: list[Compared], notes: list[str]) -> ModelComparison:
     where = _name_place(key, index, alike, len(worst.pairing.blocks[0]))
     first = next((one for one in layers if one.index == index), None)
     return result(False, cause, named, where, first=first, tried=tried)
+
+
+def _rearranged(one: Compared) -> str | None:
+    """In which other arrangement B's modules are given the same tokens: each row alone, or padding on another side."""
+    root = Key("in", "", 0)
+    for key, other in one.pairing.places.items():
+        if key.part != "in" or not key.module or key not in one.runs[0].points or other not in one.runs[1].points:
+            continue
+        a, b = one.runs[0].points[key], one.runs[1].points[other]
+        if one.changes.get(root, 0.0) > 0.0 or a.is_floating_point() or a.ndim < 2:
+            return None
+        if a.shape != b.shape:
+            return f"{key.module} is given {list(a.shape)} tokens in A, {list(b.shape)} in B"
+        if not torch.equal(a, b) and torch.equal(a.flatten().sort().values, b.flatten().sort().values):
+            return f"{key.module} is given its tokens in another order in B, as with padding on another side"
+    return None
 
 
 def _refine(one: Compared, found: list[Key]) -> tuple[Case, Key | None, list[Key]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +46,7 @@ class Kept:
     @classmethod
     def of(cls, call: Call, output: Tensor) -> Kept:
         q, k, v, own = (x.detach().clone().cpu() for x in (call.q, call.k, call.v, output))
+        k, v = share(k), share(v)
         if call.obstacle is not None:
             return cls(q, k, v, own, call.kind, obstacle=call.obstacle)
         try:
@@ -96,6 +98,35 @@ class Kept:
         """The output of these facts, [B, H, M, E] in float64."""
         return self.weigh() @ self.values()
 
+    def resolve(self) -> Kept:
+        """The call with its bias told as a scale or a soft cap, where that is all it is.
+
+        Attention by hand and FlexAttention give whatever was done to the logits as a bias.
+        """
+        if self.bias is None or self.softcap is not None or isinstance(self.scale, Tensor) or not self.is_readable:
+            return self
+        plain, seen = self.change(bias=None, temperature=None), self.seen()
+        x, y = (z.masked_fill(~seen, 0.0) for z in (plain.scores(), plain.scores() + self.bias))
+        near = max(1e-5, 2.0 * torch.finfo(self.q.dtype).eps) * float(y.norm())
+        f = float((x * y).sum() / x.square().sum().clamp_min(1e-300))
+        if float((y - f * x).norm()) <= near:
+            return self.change(scale=self.scale * f, bias=None)
+        at = x.abs().argmax()
+        cap = invert_cap(float(x.flatten()[at].abs()), float(y.flatten()[at].abs()))
+        if cap is not None and float((y - soft_cap(x, cap)).norm()) <= near:
+            return self.change(softcap=cap, bias=None)
+        return self
+
+    @property
+    def has_fixed_bias(self) -> bool:
+        """True if what is added to the scores is the same for every sequence, as positions give it, or nothing is."""
+        if self.bias is None or self.shape[0] == 1 or self.bias.ndim < 4 or self.bias.shape[0] == 1:
+            return True
+        seen = self.seen()
+        both = seen & seen[:1]
+        gap = (self.bias - self.bias[:1]).expand(self.shape)[both]
+        return float(gap.norm()) <= 1e-2 * float(self.bias.expand(self.shape)[both].norm())
+
     def sequence(self, at: int) -> Kept:
         """Returns the call of one sequence of its batch."""
         batch = self.q.shape[0]
@@ -145,6 +176,33 @@ def _facts(call: Call) -> dict[str, Any]:
     else:
         scale = float(scale)
     return dict(scale=scale, softcap=problem.softcap, choice=problem.choice, visible=visible, bias=bias, **rows)
+
+
+def share(x: Tensor) -> Tensor:
+    """x [B, H, N, D] with one head for each that repeats: attention by hand expands grouped heads."""
+    heads = x.shape[1] if x.ndim == 4 else 1
+    for times in range(heads, 1, -1):
+        if heads % times == 0 and torch.equal(x[:, 0], x[:, times - 1]) and x.numel():
+            few = x[:, ::times]
+            if torch.equal(spread(few, heads), x):
+                return few
+    return x
+
+
+def invert_cap(x: float, y: float) -> float | None:
+    """c > 0 with c·tanh(x/c) = y, both positive; None where there is none.
+
+    >>> from regard.health.comparing.scores import invert_cap
+    >>> round(invert_cap(4.0, 3.0 * math.tanh(4.0 / 3.0)), 6)
+    3.0
+    """
+    if not 0.0 < y < x or not math.isfinite(x):
+        return None
+    low, high = y, 1e6 * x
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if middle * math.tanh(x / middle) < y else (low, middle)
+    return math.sqrt(low * high)
 
 
 def spread(x: Tensor, heads: int) -> Tensor:

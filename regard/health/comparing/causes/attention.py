@@ -20,7 +20,7 @@ MANY = 2**20  # scores of a call: of more, one sequence is explained
 
 def explain_attention(pair: Pair) -> Trial:
     """Try on A's q, k, v what B may do otherwise after them."""
-    pair = _worst_sequence(pair)
+    pair = _worst_sequence(replace(pair, a=pair.a.resolve(), b=pair.b.resolve()))
     a, b = pair.a, pair.b
     trial = Trial(a.output, b.output, pair.budget, "attention", pair.real)
     if not a.is_readable:
@@ -79,7 +79,7 @@ def facts_that_differ(pair: Pair) -> Iterator[tuple[str, Kept, str]]:
     if a.choice is not None and b.choice is not None and a.choice.spec != b.choice.spec:
         said = f"{a.choice.spec} in A, {b.choice.spec} in B"
         yield "normaliser", a.change(choice=b.choice), f"The normalisers differ: {said}."
-    if not _equal_bias(a, b):
+    if not _equal_bias(a, b) and a.has_fixed_bias and b.has_fixed_bias:
         yield "bias", a.change(bias=b.bias), _say_bias(a, b)
 
 

@@ -64,6 +64,24 @@ def explain_generally(trial: Trial, numbers: Mapping[str, float] | None = None, 
         _try_orders(trial, a, b)
 
 
+def explain_numbers(trial: Trial) -> None:
+    """Try how whole numbers [B, N], positions or ids, follow from others: an offset for all, or one per sequence."""
+    a, b = trial.a.double(), trial.b.double()
+    by = b - a
+    first = by.flatten()[:1]
+    said = f"its numbers are {float(first.abs()):g} {'larger' if float(first) > 0 else 'smaller'} in B than in A"
+    trial.explains("an offset", a + first, f"{said}: positions that begin at another place.")
+    if a.ndim > 1 and not trial.found:
+        each = by[..., -1:]
+        said = (
+            f"its numbers are moved by {_range(each)} in B, as sequences begin at other places: padding counts or not."
+        )
+        for name, count in (("an offset per sequence", a + each), ("positions from 0", (a + each).clamp_min(0))):
+            trial.explains(name, count, said)
+    if not trial.found:
+        _try_orders(trial, a, b)
+
+
 def _say_rows(each: Tensor) -> str:
     flat = each.flatten()
     moved = (flat - 1).abs() > 1e-3

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from regard.health.comparing.causes.generic import explain_generally
+from regard.health.comparing.causes.modules import ACTIVATIONS
 from regard.health.comparing.causes.trial import Trial, fit_factor, name_factor
+from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Run
 
 NEAR = 40  # places before the difference that may be added or left out
@@ -17,13 +19,42 @@ def explain_glue(trial: Trial, key: Key, run: Run, numbers: dict[str, float]) ->
     a, b = trial.a.double(), trial.b.double()
     if a.shape != b.shape or a.ndim < 2 or any("factor" in text or "times" in text for text, _ in trial.found):
         return
+    _try_products(trial, key, run)
+    if trial.found:
+        return
     gap = b - a
     for place, x in _before(run, key, a):
         x = x.double()
         c = fit_factor(x, gap)
         if abs(c) > 1e-6:
             trial.explains("what is added", a + c * x, _say_added(place, c, x is a))
-        trial.explains("another input", x, f"B passes on {_name(place)}.")
+        trial.explains("another input", x, f"B passes on {_name(place)} as it is, which A changes.")
+
+
+def _try_products(trial: Trial, key: Key, run: Run) -> None:
+    """f(x)·y and f(x) of what left the last modules, as MLPs do: another activation, gate and up exchanged."""
+    if key.part != "in":
+        return
+    parts: list[tuple[str, Tensor]] = []
+    for place, x in reversed(list(run.points.items())[: list(run.points).index(key)]):
+        name = place.module.rpartition(".")[2]
+        if place.part == "out" and x.is_floating_point() and x.shape[:-1] == trial.a.shape[:-1]:
+            if x.shape == trial.a.shape:
+                parts.append((name, x.double()))
+            elif x.shape[-1] == 2 * trial.a.shape[-1]:
+                halves = zip(("first", "second"), x.double().chunk(2, -1), strict=True)
+                parts += [(f"{word} half of {name}", half) for word, half in halves]
+        if len(parts) > 2:
+            break
+    made = [
+        (f"{f}({x})" + (f"·{y}" if y else ""), ACTIVATIONS[f](one) * (1.0 if other is None else other))
+        for f in ACTIVATIONS for x, one in parts for y, other in (("", None), *parts) if x != y
+    ]  # fmt: skip
+    own = min(made, key=lambda pair: float((pair[1] - trial.a.double()).norm()), default=None)
+    if own is None or change(trial.a, own[1]) > max(trial.budget, 1e-4):
+        return
+    for what, product in made:
+        trial.explains("activations and products", product, f"B computes {what} where A computes {own[0]}.")
 
 
 def _before(run: Run, key: Key, like: Tensor) -> list[tuple[Key, Tensor]]:

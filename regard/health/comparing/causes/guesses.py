@@ -38,7 +38,7 @@ def guess_outputs(pair: Pair) -> Iterator[Guess]:
     """Every guess in order."""
     a, target = pair.a, pair.b.output.double()
     s = a.scores()
-    yield from _orders(a, s, target)
+    yield from _orders(pair, s, target)
     yield from _scales(pair, s, target)
     yield from _caps(a, s, target)
     yield from _sinks(a)
@@ -50,11 +50,17 @@ def guess_outputs(pair: Pair) -> Iterator[Guess]:
     yield from _factors(a, target)
 
 
-def _orders(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
+def _orders(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
+    a = pair.a
     o = a.output.double()
     order = match_heads(o, target)
     if order is not None:
         yield "heads in another order", o[:, order], f"its heads are A's in the order {order}."
+    if pair.b.is_readable and pair.b.shape == a.shape:
+        order = match_heads(a.weigh(s), pair.b.weigh())
+        if order is not None:
+            said = f"the weights of B's heads are A's in the order {order}, and its values are not."
+            yield "weights of heads in another order", a.weigh(s[:, order]) @ a.values(), said
     group = a.q.shape[1] // a.k.shape[1]
     if group > 1:
         k, v = a.k.double().repeat(1, group, 1, 1), a.v.double().repeat(1, group, 1, 1)

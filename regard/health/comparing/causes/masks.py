@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+OTHER = "a mask of another form"
+
 
 def describe_mask(seen: Tensor, real: Tensor | None = None) -> str:
     """A mask [B, H, M, N] in a few words: "causal", "window of 4 keys", "all keys", … (after padding is left out)."""
@@ -32,7 +34,24 @@ def describe_mask(seen: Tensor, real: Tensor | None = None) -> str:
             return f"only keys {least} or more before the query" + ("" if whole else f", {most} at most")
         ahead = f"{-least} key{'s' if least < -1 else ''} ahead"
         return f"{ahead} and all before" if whole else f"{most} keys before and {-least} after the query"
-    return "a mask of another form"
+    return _describe_documents(shown, allowed, distance) or OTHER
+
+
+def _describe_documents(shown: Tensor, allowed: Tensor, distance: Tensor) -> str:
+    """Sequences cut into documents that do not see one another; empty if the mask is no such thing."""
+    if shown.shape[-2] != shown.shape[-1]:
+        return ""
+    causal = not bool((shown & (distance < 0)).any())
+    joined = shown | shown.transpose(-1, -2)
+    cuts = ~joined.diagonal(1, -2, -1)  # [B, H, N − 1]: neighbours that do not see each other
+    number = torch.nn.functional.pad(cuts.long().cumsum(-1), (1, 0))
+    same = number[..., :, None] == number[..., None, :]
+    if not bool(cuts.any()) or not bool(
+        (shown == (allowed & same & (distance >= 0) if causal else allowed & same)).all()
+    ):
+        return ""
+    most = int(number.max()) + 1
+    return f"{'causal order within' if causal else 'all keys of'} documents, up to {most} in a sequence"
 
 
 def _both_real(seen: Tensor, real: Tensor | None) -> Tensor:
@@ -54,12 +73,30 @@ def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> str:
         if bool((differs <= padding).all()):
             return f"padding is hidden in {'A' if bool((b & differs).any()) else 'B'} only"
     texts = [describe_mask(x, real) for x in (a, b)]
-    if texts[0] != texts[1]:
+    if texts[0] != texts[1] and OTHER not in texts:
         return f"A's queries see {texts[0]}, B's {texts[1]}"
     heads = differs.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+    if a.shape[-2] == a.shape[-1] and (near := _describe_distances(a, b, differs)):
+        return near
     more, fewer = int((b & ~a & differs).sum()), int((a & ~b & differs).sum())
     where = "" if len(heads) == a.shape[1] else f" in heads {', '.join(map(str, heads[:8]))}"
+    if texts[0] != texts[1]:
+        return f"A's queries see {texts[0]}, B's {texts[1]}"
     return f"B shows {more} pairs of query and key{where} that A hides, and hides {fewer} that it shows"
+
+
+def _describe_distances(a: Tensor, b: Tensor, differs: Tensor) -> str:
+    """Where one mask hides a single diagonal of the other: a query's own key, or the next one."""
+    at = torch.arange(a.shape[-1])
+    distances = (at[:, None] - at).expand(a.shape)[differs].unique()
+    if len(distances) != 1:
+        return ""
+    d, added = int(distances[0]), bool((b & differs).any())
+    if added == bool((a & differs).any()):
+        return ""
+    hides, shows = "AB" if added else "BA"
+    which = "own key" if d == 0 else f"key {abs(d)} {'ahead' if d < 0 else 'before'}"
+    return f"{hides} hides each query's {which}, which {shows} shows"
 
 
 def other_masks(seen: Tensor, real: Tensor | None, positions: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:

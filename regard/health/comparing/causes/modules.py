@@ -152,7 +152,9 @@ def _try_formulas(trial: Trial, x: Tensor, a: nn.Module) -> None:
     x = x.double()
     weight, bias = (getattr(a, name, None) for name in ("weight", "bias"))
     if weight is None and not any(True for _ in a.parameters()):
-        own = next((name for name, f in ACTIVATIONS.items() if _near(f(x), trial.a)), "another formula")
+        away = {name: float((f(x) - trial.a.double()).norm()) for name, f in ACTIVATIONS.items()}
+        own = min(away, key=lambda name: away[name])
+        own = own if _near(ACTIVATIONS[own](x), trial.a) else "another formula"
         for name, f in ACTIVATIONS.items():
             trial.explains("activation", f(x), f"the activation is {own} in A and {name} in B.")
     if isinstance(weight, Tensor) and weight.shape == x.shape[-1:]:

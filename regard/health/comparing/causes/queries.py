@@ -16,8 +16,6 @@ from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Run
 from regard.health.comparing.scores import Kept, spread
 
-WORDS = {"q": "queries", "k": "keys", "v": "values"}
-
 
 def explain_inputs(pair: Pair, parts: list[str], run: Run, key: Key) -> tuple[str | None, list[str]]:
     """(the cause or None, what was tried) of a difference in these of q, k and v; `run` is A's, `key` the call's."""
@@ -32,7 +30,7 @@ def explain_inputs(pair: Pair, parts: list[str], run: Run, key: Key) -> tuple[st
         if trial.best is None:
             return None, tried
         sentences.setdefault(trial.best, []).append(part)
-    return "; ".join(f"{' and '.join(named)}: {text}" for text, named in sentences.items()), tried
+    return "; ".join(f"{' and '.join(named)}: {text.rstrip('.')}" for text, named in sentences.items()) + ".", tried
 
 
 def explain_part(pair: Pair, part: str, run: Run, key: Key) -> Trial:
@@ -49,11 +47,13 @@ def explain_part(pair: Pair, part: str, run: Run, key: Key) -> Trial:
         trial.explains("heads in another order", a[:, order], (
             f"its heads are A's in the order {order}: weights sharded, stacked or repeated otherwise."
         ))  # fmt: skip
-    heads, shared = a.shape[1], getattr(pair.a, part).shape[1]
-    if 1 < shared < heads:
-        tiled = getattr(pair.a, part).double().repeat(1, heads // shared, 1, 1)
-        trial.explains("order of grouped heads", tiled, (
-            f"B repeats the {WORDS[part]} as whole groups where A repeats each head (repeat, repeat_interleave)."
+    own, other = (getattr(one, part).double() for one in (pair.a, pair.b))
+    if 1 < (few := min(own.shape[1], other.shape[1])) < (many := max(own.shape[1], other.shape[1])):
+        said = ("whole groups of heads", "each head") if own.shape[1] == few else ("each head", "whole groups")
+        tiled = (own if own.shape[1] == few else other).repeat(1, many // few, 1, 1)
+        candidate = tiled if own.shape[1] == few else b if change(a, tiled, part, pair.real) <= pair.budget else None
+        trial.explains("order of grouped heads", candidate, (
+            f"B repeats {said[0]} where A repeats {said[1]} (repeat, repeat_interleave)."
         ))  # fmt: skip
     if part != "v":
         _try_rotations(trial, a, b, run, key)
@@ -63,15 +63,9 @@ def explain_part(pair: Pair, part: str, run: Run, key: Key) -> Trial:
 
 
 def with_equal_heads(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with one head for each that they share, or repeated for each query where they are not repeats."""
-    few = min(a.shape[1], b.shape[1])
-    if a.shape[1] == b.shape[1] or a.shape[1] % few or b.shape[1] % few:
-        return a, b
-    single = [x[:, :: x.shape[1] // few] for x in (a, b)]
-    if all(torch.equal(spread(one, x.shape[1]), x) for one, x in zip(single, (a, b), strict=True)):
-        return single[0], single[1]
+    """Both with as many heads, where one shares them among queries and the other does not."""
     many = max(a.shape[1], b.shape[1])
-    return spread(a, many), spread(b, many)
+    return (a, b) if many % a.shape[1] or many % b.shape[1] else (spread(a, many), spread(b, many))
 
 
 def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
@@ -93,15 +87,17 @@ def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> No
                     sentence = "B leaves out the norm of queries and keys (QK-norm)." if not name else (
                         f"B leaves out the norm of queries and keys (QK-norm), and {sentence}"
                     )  # fmt: skip
-                trial.explains(name or "QK-norm", rotary.rotate(source, other), sentence)
-                return
+                if sentence and trial.explains(name or "QK-norm", rotary.rotate(source, other), sentence):
+                    return
+        for what, rounded in rotary.round_rotations(before, own):
+            trial.explains("rounded angles", rounded, f"B rounds {what}.")
         for name, source in _normed(before):
             normed = rotary.rotate(source, own)
             trial.explains("QK-norm added", normed, f"B norms queries and keys ({name}) where A does not.")
     for name, source in _normed(a):
         trial.explains("QK-norm after rotary", source, f"B norms queries and keys ({name}) after rotary positions.")
-    if a.shape[-2] == 1:
-        _try_one_position(trial, a, b, run, key)
+    if key.use:
+        _try_step(trial, a, b, run, key)
     if trial.found:
         return
     turned = rotary.recover(a, b, tolerance)
@@ -117,9 +113,23 @@ def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> No
         trial.explains("other angles", rotary.rotate(a, turned), sentence)
 
 
-def _try_one_position(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
-    """A decoding step: the angle between A's and B's vectors as a number of positions, by the prompt's frequencies."""
-    first = key._replace(use=0)
+def explain_turned(trial: Trial) -> None:
+    """Try whether rotary positions turned a tensor before this place in one model alone, as with norms after them."""
+    a, b = trial.a, trial.b
+    for x, y in ((a, b), (a.transpose(1, 2), b.transpose(1, 2))) if a.ndim == 4 and a.shape == b.shape else ():
+        turned = rotary.recover(x, y, max(rotary.FITS, trial.tolerance))
+        if turned is not None and float(turned.omega.abs().max()) > 1e-3:
+            first, second = "BA" if float(turned.omega.median()) > 0 else "AB"
+            out = rotary.rotate(x, turned)
+            trial.explains("rotary positions before the norm", out if x is a else out.transpose(1, 2), (
+                f"{first} has turned it by rotary positions when it comes here, {second} not yet."
+            ))  # fmt: skip
+            return
+
+
+def _try_step(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
+    """A decoding step: the angle between new vectors as a number of positions, by the prompt's angles."""
+    first, new = key._replace(use=0), run.points[key._replace(part="q")].shape[-2]
     for part in ("q", "k"):
         prompt = run.points.get(first._replace(part=part))
         if prompt is None or prompt.shape[-2] < 3:
@@ -129,9 +139,10 @@ def _try_one_position(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) ->
             if own is None:
                 continue
             for by in range(-64, 65):
-                turn = rotary.Rotary(own.style, own.width, own.omega, float(by), 1.0)
-                if by and change(b, rotary.rotate(a, turn), "q") <= trial.tolerance:
-                    trial.explains("rotary offset", rotary.rotate(a, turn), (
+                turn = rotary.Rotary(own.style, own.width, own.omega, float(by), 1.0, torch.zeros(new))
+                candidate = torch.cat([a[..., :-new, :].double(), rotary.rotate(a[..., -new:, :], turn)], -2)
+                if by and change(b, candidate, "q") <= trial.tolerance:
+                    trial.explains("rotary offset", candidate, (
                         f"rotary positions are {abs(by)} too {'large' if by > 0 else 'small'} in B at this step: "
                         "positions do not go on from the cache."
                     ))  # fmt: skip

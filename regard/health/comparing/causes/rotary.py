@@ -7,6 +7,7 @@ frequency of the pair, φ = offset·ω. Pairs are (j, j + r/2), "halves", or (2j
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,7 +61,7 @@ def round_base(base: float) -> str:
     for known in (1e3, 1e4, 1.6e5, 1e5, 2.5e5, 5e5, 1e6, 1e7, 1.5e5, 8e6):
         if abs(base / known - 1) < 0.02:
             return f"{known:g}" if known < 1e6 else f"{known:.3g}"
-    return f"{base:.4g}"
+    return f"{base:.0f}" if 1.0 <= base < 1e5 else f"{base:.4g}"
 
 
 def split_pairs(x: Tensor, style: str, width: int) -> Tensor:
@@ -84,6 +85,32 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     angle = (at + rotary.offset)[:, None] * rotary.omega.double()
     z = split_pairs(x, rotary.style, rotary.width) * torch.polar(torch.full_like(angle, rotary.factor), angle)
     return join_pairs(z, x[..., rotary.width :], rotary.style)
+
+
+def round_rotations(x: Tensor, rotary: Rotary) -> Iterator[tuple[str, Tensor]]:
+    """x rotated with frequencies, angles or their cosines and sines rounded to 16 bits, each with its name."""
+    omega = rotary.omega.double()
+    if (base := rotary.base) is not None and rotary.omega.abs().max() > 0:  # exact, so that it rounds as the model's
+        law = float(round_base(base)) ** (-2.0 * torch.arange(len(omega)).double() / rotary.width) * omega[0].sign()
+        omega = law if torch.allclose(law, omega, rtol=1e-3, atol=1e-6) else omega
+    n = x.shape[-2]
+    at = (torch.arange(n).double() if rotary.positions is None else rotary.positions.double()) + rotary.offset
+    z, rest = split_pairs(x, rotary.style, rotary.width), x[..., rotary.width :]
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+
+        def low(y: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+            return y.to(dtype).double()
+
+        exact = at[:, None] * omega
+        for what, angle, round_table in (
+            ("cosines and sines of rotary angles", exact, True),
+            ("rotary frequencies", at[:, None] * low(omega), False),
+            ("rotary angles", low(exact), False), ("rotary angles", low(low(at)[:, None] * low(omega)), False),
+            ("rotary angles, cosines and sines", low(exact), True),
+            ("rotary angles, cosines and sines", low(low(at)[:, None] * low(omega)), True),
+        ):  # fmt: skip
+            turn = torch.complex(*(low(y) if round_table else y for y in (angle.cos(), angle.sin())))
+            yield f"{what} to {name}", join_pairs(rotary.factor * z * turn, rest, rotary.style)
 
 
 def recover(before: Tensor, after: Tensor, tolerance: float = FITS) -> Rotary | None:

@@ -14,8 +14,9 @@ from torch import nn
 from regard.health.capture.interception import describe_changes
 from regard.health.checks import find_all
 from regard.health.contract.run import run_checks
-from regard.health.measurement.batches import as_batches, evaluation_mode
-from regard.health.measurement.one_pass import (
+from regard.health.measure.batches import as_batches, evaluation_mode
+from regard.health.measure.heads import heads_if, heads_of, keep_on_host, layers_without_rows
+from regard.health.measure.one_pass import (
     Pass,
     find_missed,
     hint_at_missed,
@@ -23,11 +24,10 @@ from regard.health.measurement.one_pass import (
     name_model,
     require_measurable,
 )
-from regard.health.measurement.recorder import Layer
+from regard.health.measure.recorder import Layer
 from regard.health.mixers import MixerReading
 from regard.health.probe.trial import KEPT
 from regard.health.progress import Progress
-from regard.health.readings.heads import heads_if, heads_of, keep_on_host, layers_without_rows
 from regard.health.report.report import Report, WhatIfReading, describe_measurement
 from regard.health.what_if import WhatIf, parse_all
 

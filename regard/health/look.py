@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from regard.health.capture.call import forget_derived
 from regard.health.capture.guard import passing
 from regard.health.capture.interception import Interception, as_written, check_model
-from regard.health.measurement.batches import evaluation_mode, is_function, max_positions, run_batch
-from regard.health.measurement.one_pass import name_model
-from regard.health.measurement.query_rows import is_two_sided, padding_of
+from regard.health.measure.batches import evaluation_mode, is_function, max_positions, run_batch
+from regard.health.measure.one_pass import name_model
+from regard.health.measure.query_rows import is_two_sided, padding_of
 from regard.health.tokens.reader import TokenReader
 from regard.health.tokens.text import cut, is_plain, list_special, name_tokens, read_sides, repeat_tokens
 from regard.health.tokens.view import HeadLook, Look

@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from regard.health.capture.interception import as_written, find_caller
 from regard.health.checks.finding import LOGIT_LIMIT
-from regard.health.measurement.recorder import Layer, merge_uses
-from regard.health.measurement.side_stream import HostCopies
-from regard.health.readings.heads import SEES_NOTHING
+from regard.health.measure.heads import SEES_NOTHING
+from regard.health.measure.recorder import Layer, merge_uses
+from regard.health.measure.side_stream import HostCopies
 from regard.health.watching.black_box import BlackBox, find_tokens
 from regard.health.watching.hooks import ForwardInterceptions, Hook
 from regard.health.watching.incidents import DATA, LARGE, MOVED, NOT_FINITE, Alarm, Incident, Incidents

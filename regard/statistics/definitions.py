@@ -45,7 +45,7 @@ class Definition(NamedTuple):
 
     sums: str | None
     finish: Callable[[Row], Any]
-    scale: tuple[str, float, float]  # of its histogram, and the first and last edge: `health.readings.histogram`
+    scale: tuple[str, float, float]  # of its histogram, and the first and last edge: `health.measure.histogram`
     words: str
     bare: float = 0.0  # of a row that sees no key
     of_sick: bool = False  # keeps its value in a row with a NaN or +inf among its logits

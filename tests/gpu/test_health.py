@@ -8,7 +8,7 @@ import torch
 from health_data import invented, same_reading
 
 import regard
-from regard.health.readings.layer_reading import LayerReading
+from regard.health.measure.layer_reading import LayerReading
 
 transformers = pytest.importorskip("transformers")
 examination = importlib.import_module("regard.health.examine")  # regard.health.examine is the function
@@ -17,7 +17,7 @@ examination = importlib.import_module("regard.health.examine")  # regard.health.
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shape", [(1, 32, 8192), (3, 5, 777)])
 def test_a_reading_is_what_torch_makes_of_it(shape, masked):
-    from regard.health.measurement import gpu_reading
+    from regard.health.measure import gpu_reading
 
     batch, heads, queries = shape
     rows = torch.rand(batch, queries, device="cuda") > 0.3 if masked else None
@@ -62,7 +62,7 @@ def test_an_unfaithful_layer_is_found_on_the_second_stream_and_the_batch_runs_ag
             return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
     model, x = torch.nn.Sequential(Odd(), Odd()), torch.randn(1, 2, 600, 64, device="cuda", dtype=torch.bfloat16)
-    from regard.health.measurement import recorder as measure
+    from regard.health.measure import recorder as measure
 
     kept, calls = measure.Recorder._measure, []
 

@@ -12,7 +12,7 @@ import regard
 from regard.health import AttentionWarning
 from regard.health.capture import interception
 from regard.health.capture.call import clean_mask
-from regard.health.measurement.batches import max_positions
+from regard.health.measure.batches import max_positions
 from regard.health.report.page.report_page import render
 
 
@@ -78,7 +78,7 @@ def test_nan_in_one_head_is_reported_that_head(length, tmp_path):
 
 
 def test_what_was_measured_but_never_compared_has_no_numbers(monkeypatch):
-    kept, calls = regard.health.measurement.norms.relative_difference, []
+    kept, calls = regard.health.measure.norms.relative_difference, []
 
     def stops_at_the_second(*given):
         calls.append(given)
@@ -86,7 +86,7 @@ def test_what_was_measured_but_never_compared_has_no_numbers(monkeypatch):
             raise KeyboardInterrupt
         return kept(*given)
 
-    monkeypatch.setattr(regard.health.measurement.norms, "relative_difference", stops_at_the_second)
+    monkeypatch.setattr(regard.health.measure.norms, "relative_difference", stops_at_the_second)
     report = regard.examine(nn.Sequential(Att(), Att()), [torch.randn(1, 20, 32)])
     assert "KeyboardInterrupt" in report.interrupted
     assert {head.layer for head in report.heads} == {"0"}
@@ -337,7 +337,7 @@ def test_what_fails_in_measuring_does_not_fail_the_training(monkeypatch):
         raise RuntimeError("out of memory, say")
 
     model = Att().train()
-    monkeypatch.setattr(regard.health.measurement.recorder.Recorder, "_measure", broken)
+    monkeypatch.setattr(regard.health.measure.recorder.Recorder, "_measure", broken)
     with regard.Monitor(model, every=1) as monitor, pytest.warns(AttentionWarning, match="out of memory, say"):
         out = model(torch.randn(1, 9, 32))
     assert out.isfinite().all()

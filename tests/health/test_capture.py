@@ -11,7 +11,7 @@ from torch import nn
 import regard
 from regard.health.capture import interception
 from regard.health.examine import examine
-from regard.health.measurement import norms, recorder
+from regard.health.measure import norms, recorder
 
 
 def test_long_rows_are_checked_on_samples_and_go_on_rebuilt(monkeypatch):

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 from health_data import invented, same_reading
 
 from regard.health.capture.call import Call
-from regard.health.measurement import gpu_norms, gpu_reading, norms
-from regard.health.readings.layer_reading import LayerReading
+from regard.health.measure import gpu_norms, gpu_reading, norms
+from regard.health.measure.layer_reading import LayerReading
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
@@ -56,8 +56,8 @@ def test_samples_of_long_rows_are_compared():
 
 
 def _stacked(stats):
-    from regard.health.readings.histogram import NAMES
-    from regard.health.readings.layer_reading import _derived
+    from regard.health.measure.histogram import NAMES
+    from regard.health.measure.layer_reading import _derived
 
     values = {**stats, **_derived(stats)}
     return torch.stack([values[name] for name in NAMES]).transpose(1, 2).flatten(2)

@@ -7,8 +7,8 @@ import torch
 
 import regard
 from regard.health import examine
-from regard.health.measurement import recorder
-from regard.health.measurement.batches import max_positions
+from regard.health.measure import recorder
+from regard.health.measure.batches import max_positions
 
 transformers = pytest.importorskip("transformers")
 from transformers import (  # noqa: E402  # noqa: E402

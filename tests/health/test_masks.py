@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import regard
 from regard.health.capture.call import clean_mask, merge_mask_and_bias
-from regard.health.measurement.query_rows import is_inverted, is_two_sided, padding_of
+from regard.health.measure.query_rows import is_inverted, is_two_sided, padding_of
 
 LENGTH = 12
 

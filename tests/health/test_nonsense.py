@@ -12,8 +12,8 @@ from torch import nn
 
 import regard
 from regard.cli import main
-from regard.health.readings.heads import HeadReading
-from regard.health.readings.layer_reading import LayerReading, spreads_of
+from regard.health.measure.heads import HeadReading
+from regard.health.measure.layer_reading import LayerReading, spreads_of
 from regard.health.report import files, screen
 from regard.health.report.page import report_page as page
 from regard.health.report.page.document import pack

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import regard
-from regard.health.measurement.batches import max_positions
+from regard.health.measure.batches import max_positions
 
 transformers = pytest.importorskip("transformers")
 from hf_models import VISION, make_batch, make_model  # noqa: E402

@@ -12,9 +12,9 @@ from torch import nn
 
 import regard
 from regard.health.capture.call import Call
-from regard.health.measurement import postponed, recorder
-from regard.health.measurement.postponed import PostponedCall, can_wait, copy_first, measure_together
-from regard.health.measurement.recorder import Recorder
+from regard.health.measure import postponed, recorder
+from regard.health.measure.postponed import PostponedCall, can_wait, copy_first, measure_together
+from regard.health.measure.recorder import Recorder
 from regard.health.watching import timed_recorder
 from regard.health.watching.timed_recorder import TimedRecorder
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import regard
-from regard.health.readings import histogram
-from regard.health.readings.heads import dissimilarity
-from regard.health.readings.layer_reading import LayerReading, first_position, position_bin, spreads_of
+from regard.health.measure import histogram
+from regard.health.measure.heads import dissimilarity
+from regard.health.measure.layer_reading import LayerReading, first_position, position_bin, spreads_of
 
 
 def spread_of(reading, name, head):

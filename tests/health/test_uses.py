@@ -7,7 +7,7 @@ from torch import nn
 
 import regard
 from regard.health.capture import call
-from regard.health.measurement import recorder
+from regard.health.measure import recorder
 
 
 class Cached(nn.Module):

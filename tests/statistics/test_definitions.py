@@ -5,7 +5,7 @@ import math
 import torch
 
 from regard._backends.cpu.attention import kernels
-from regard.health.readings import histogram
+from regard.health.measure import histogram
 from regard.health.report import glossary
 from regard.statistics import NAMES, State
 from regard.statistics.definitions import DEFINITIONS, Row

@@ -10,7 +10,7 @@ import regard
 from regard import normalizers, statistics
 from regard._backends.cpu.attention import kernels as attention_kernels
 from regard._call.problem import Problem
-from regard.health.readings import histogram
+from regard.health.measure import histogram
 from regard.health.report.page import payload
 from regard.normalizers import Normalizer, Pointwise, jit, tl
 from regard.parallel import plan, reference_rows

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from regard.health.readings.histogram import NAMES
+from regard.health.measure.histogram import NAMES
 
 
 def invented(batch, heads, queries, seed, device="cpu"):

@@ -6,7 +6,7 @@ mean of all values (finite mask such as −1e9).
 
 from regard.health.checks.finding import Finding, HeadPlace, Layers, make_finding
 from regard.health.checks.rule import Rule
-from regard.health.readings.histogram import ROW
+from regard.health.measure.histogram import ROW
 
 RULE = Rule(
     "RG501", "rows that see no key", "every query of the text sees a key", "warning", needs="attention calls",

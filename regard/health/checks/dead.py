@@ -9,8 +9,8 @@ from statistics import median
 
 from regard.health.checks.finding import Finding, HeadPlace, Layers, make_finding
 from regard.health.checks.rule import Rule
-from regard.health.measurement.norms import NOTHING
-from regard.health.readings.heads import can_be_judged, fetch_readings
+from regard.health.measure.heads import can_be_judged, fetch_readings
+from regard.health.measure.norms import NOTHING
 
 RULE = Rule(
     "RG304", "dead", "the output depends on the weights", "warning", needs="attention calls",

@@ -11,7 +11,7 @@ in any two heads, so these are not compared.
 
 from regard.health.checks.finding import Finding, Heads, is_from_bias, make_finding
 from regard.health.checks.rule import Rule
-from regard.health.readings.heads import TWINS
+from regard.health.measure.heads import TWINS
 
 RULE = Rule(
     "RG305", "duplicate heads", "no two heads of a layer have the same rows", "warning", needs="attention calls",

@@ -14,8 +14,8 @@ from regard.health.checks.rule import SEVERITIES, Rule
 from regard.table import format_number
 
 if TYPE_CHECKING:  # at run time these modules import this one
-    from regard.health.measurement.recorder import Layer
-    from regard.health.readings.heads import HeadReading
+    from regard.health.measure.heads import HeadReading
+    from regard.health.measure.recorder import Layer
 
 Head: TypeAlias = "HeadReading"
 Heads: TypeAlias = "Sequence[HeadReading]"

@@ -2,7 +2,7 @@
 
 from regard.health.checks.finding import Finding, HeadPlace, Layers, make_finding
 from regard.health.checks.rule import Rule
-from regard.health.measurement.norms import NOT_FINITE
+from regard.health.measure.norms import NOT_FINITE
 
 RULE = Rule(
     "RG502", "not finite", "outputs are finite", "critical", needs="attention calls",

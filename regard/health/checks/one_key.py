@@ -2,7 +2,7 @@
 
 from regard.health.checks.finding import Finding, HeadPlace, Layers, make_finding
 from regard.health.checks.rule import Rule
-from regard.health.readings.histogram import ROW
+from regard.health.measure.histogram import ROW
 
 RULE = Rule(
     "RG115", "rows that see one key", "queries see more than one key", "warning", needs="attention calls",

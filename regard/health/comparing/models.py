@@ -19,7 +19,7 @@ from regard.health.comparing.difference import SAFETY, beyond, budgets_of, chang
 from regard.health.comparing.explain import Case, explain_place
 from regard.health.comparing.record import CALL_PARTS, Key, Run, record
 from regard.health.comparing.result import LayerDifference, ModelComparison, list_layers
-from regard.health.measurement.batches import as_batches, is_function
+from regard.health.measure.batches import as_batches, is_function
 
 BATCHES = 4  # that are compared, at most
 FEW = 0.25  # of all tokens: so many may take other experts by rounding

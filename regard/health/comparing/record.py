@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.health.capture.call import Call
 from regard.health.capture.interception import Interception, as_written
 from regard.health.comparing.scores import Kept, perturb_scores
-from regard.health.measurement.batches import evaluation_mode, is_function
+from regard.health.measure.batches import evaluation_mode, is_function
 from regard.health.tokens.text import as_batch
 
 CALL_PARTS = ("q", "k", "v", "mask", "scores", "attention")  # of an attention call, in the order of computation

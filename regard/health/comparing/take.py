@@ -20,7 +20,7 @@ from regard.health.comparing.difference import SAFETY, beyond, change, changes_o
 from regard.health.comparing.fingerprint import WORDS, Fingerprint, is_given
 from regard.health.comparing.record import Key, Run, record
 from regard.health.comparing.sketches import list_modules, make_plan, make_sketches, sample_attention
-from regard.health.measurement.batches import as_batches, is_function
+from regard.health.measure.batches import as_batches, is_function
 from regard.health.tokens.text import find_ids
 
 BATCHES = 2

@@ -17,11 +17,11 @@ from regard.health.checks.finding import sort_findings
 from regard.health.contract.run import SECONDS, Checks, describe_raised, run_checks
 from regard.health.contract.selection import choose_rules
 from regard.health.contract.verdict import Skipped, Verdict
-from regard.health.measurement.batches import as_batches, evaluation_mode, is_function, run_batch
-from regard.health.measurement.one_pass import Pass, find_missed, measure, name_model, require_measurable
+from regard.health.measure.batches import as_batches, evaluation_mode, is_function, run_batch
+from regard.health.measure.heads import heads_of, keep_on_host, layers_without_rows
+from regard.health.measure.one_pass import Pass, find_missed, measure, name_model, require_measurable
 from regard.health.probe.trial import KEPT
 from regard.health.progress import Progress
-from regard.health.readings.heads import heads_of, keep_on_host, layers_without_rows
 from regard.health.tokens.text import as_token_batch
 
 MEASURED, SEQUENCES, LENGTH = 2, 4, 512  # batches whose attention is measured, and how much of each

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from regard.health.measurement.recorder import Layer, Recorder
-from regard.health.readings.layer_reading import LayerReading
+from regard.health.measure.layer_reading import LayerReading
+from regard.health.measure.recorder import Layer, Recorder
 from regard.health.report import files
 from regard.parallel.group import RankError, RankGroup
 from regard.parallel.handshake import compare_calls

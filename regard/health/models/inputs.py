@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.measurement.batches import max_positions
+from regard.health.measure.batches import max_positions
 
 LENGTH = 256  # tokens per sequence, if the model has so many positions
 UNKNOWN = 1 / 3  # largest fraction of unknown tokens

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from regard.health.checks.finding import LAYERS, MODEL, Finding, Heads, Layers, fill_finding, places_in
 from regard.health.checks.rule import NotApplicable, Rule
-from regard.health.measurement.query_rows import pad_of
+from regard.health.measure.query_rows import pad_of
 from regard.health.probe.futures import Leak, change_later, find_leaks
 from regard.health.probe.losses import LossTasks
 from regard.health.probe.modes import checkpointing, implementation, training_without_dropout

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.capture.interception import find_caller
-from regard.health.measurement.side_stream import HostCopies
+from regard.health.measure.side_stream import HostCopies
 from regard.health.qk_clip.clipping import Clipped, Masters, check_arguments, clip_observed
 from regard.health.qk_clip.max_logits import observe, stop
 from regard.health.watching.groups import find_groups

@@ -6,7 +6,7 @@ import io
 import math
 from typing import TYPE_CHECKING
 
-from regard.health.readings.histogram import NAMES
+from regard.health.measure.histogram import NAMES
 from regard.health.report.report import Report
 
 if TYPE_CHECKING:

@@ -22,10 +22,9 @@ from regard.health.checks import Finding, kinds
 from regard.health.contract.diagnosis import Cause, diagnose
 from regard.health.contract.run import Checks, LossChange, LossReading
 from regard.health.contract.verdict import ContractError, count_from, describe
-from regard.health.measurement import norms, recorder
-from regard.health.measurement.recorder import Layer
-from regard.health.readings import histogram
-from regard.health.readings.heads import HeadReading
+from regard.health.measure import histogram, norms, recorder
+from regard.health.measure.heads import HeadReading
+from regard.health.measure.recorder import Layer
 from regard.health.report import files
 from regard.health.report.summary import summarize
 

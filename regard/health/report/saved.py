@@ -13,8 +13,8 @@ from typing import Any, cast
 from regard.health.checks.finding import Finding
 from regard.health.contract.rounding import RoundingEffect
 from regard.health.contract.run import Ablation, Checks, LossChange, LossReading
-from regard.health.readings.heads import HeadReading
-from regard.health.readings.histogram import Spreads
+from regard.health.measure.heads import HeadReading
+from regard.health.measure.histogram import Spreads
 from regard.health.report import files
 from regard.health.report.report import Report, WhatIfReading
 

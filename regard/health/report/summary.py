@@ -14,7 +14,7 @@ from regard.table import format_number
 
 if TYPE_CHECKING:
     from regard.health.contract.run import LossReading
-    from regard.health.readings.heads import HeadReading
+    from regard.health.measure.heads import HeadReading
     from regard.health.report.report import Report
 
 ROOT = "the model itself"  # the root module's name is empty

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TextIO
 
-from regard.health.readings.heads import HeadReading
+from regard.health.measure.heads import HeadReading
 from regard.health.report.report import Report
 from regard.health.report.summary import ROOT, count_kinds, count_noun
 from regard.health.report.writer import Writer, printable

@@ -13,8 +13,8 @@ from torch import Tensor
 from regard import reference
 from regard.health.capture.call import Call, UseCounter
 from regard.health.capture.interception import forward_token
-from regard.health.measurement import norms
-from regard.health.measurement.query_rows import QueryRows, first_query_position
+from regard.health.measure import norms
+from regard.health.measure.query_rows import QueryRows, first_query_position
 from regard.health.tokens.kinds import KeySets, KindScores, find_delimiters
 from regard.health.tokens.text import Side
 

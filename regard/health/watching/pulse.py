@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.measurement.side_stream import HostCopies
+from regard.health.measure.side_stream import HostCopies
 from regard.health.watching import taps
 
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from regard.health.checks import collapsed, dead, diffuse, dying_gradient, exploding_logits, scale_off
-from regard.health.readings.histogram import ROW
-from regard.health.readings.layer_reading import LayerReading
+from regard.health.measure.histogram import ROW
+from regard.health.measure.layer_reading import LayerReading
 
 COUNTS = ("rows", "ratio_rows", "query_rows", "key_rows", "gate_rows")
 MEANS = {  # column -> the count that weights it

@@ -16,12 +16,12 @@ from regard._call.options import is_real
 from regard.health.capture.call import Call
 from regard.health.capture.interception import running_frame, uncaptured
 from regard.health.checks.finding import LOGIT_LIMIT, HeadList, positional_heads
-from regard.health.measurement.norms import add_norms
-from regard.health.measurement.postponed import MOST_BYTES, PostponedCall, can_wait, copy_first, measure_together
-from regard.health.measurement.recorder import HEADS_CHANGE, BatchReading, Layer, Recorder
-from regard.health.measurement.side_stream import HostCopies, record_event
-from regard.health.readings.heads import heads_of
-from regard.health.readings.layer_reading import LayerReading
+from regard.health.measure.heads import heads_of
+from regard.health.measure.layer_reading import LayerReading
+from regard.health.measure.norms import add_norms
+from regard.health.measure.postponed import MOST_BYTES, PostponedCall, can_wait, copy_first, measure_together
+from regard.health.measure.recorder import HEADS_CHANGE, BatchReading, Layer, Recorder
+from regard.health.measure.side_stream import HostCopies, record_event
 from regard.health.watching.black_box import as_row, measure_worst_row
 from regard.health.watching.sample import AT, WATCHED, fill_table
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from regard.health.checks.finding import Finding
-from regard.health.readings import histogram as bins
-from regard.health.readings.heads import HeadReading
-from regard.health.readings.histogram import BINS, ROW
-from regard.health.readings.layer_reading import CURVES, LayerReading
+from regard.health.measure import histogram as bins
+from regard.health.measure.heads import HeadReading
+from regard.health.measure.histogram import BINS, ROW
+from regard.health.measure.layer_reading import CURVES, LayerReading
 from regard.health.report.glossary import STATISTICS, WORDS
 from regard.health.report.page.problems import checks_of, first_place
 from regard.health.report.report import Report

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from regard.health import checks as registry
 from regard.health.checks.finding import Finding
-from regard.health.readings.heads import HeadReading
+from regard.health.measure.heads import HeadReading
 from regard.health.report.glossary import link, link_words, make_glossary
 from regard.health.report.page.causes import make_causes
 from regard.health.report.page.document import escape, make_document, pack

@@ -12,7 +12,7 @@ def gates_of_heads(gates: Tensor, shape: tuple[int, int, int, int]) -> Tensor | 
     A model may hold it as its output is laid out: (B, M, H·E), (B, M, H), (B, M, H, …) or (B, H, M, …).
 
     >>> import torch
-    >>> from regard.health.measurement.gates import gates_of_heads
+    >>> from regard.health.measure.gates import gates_of_heads
     >>> gates_of_heads(torch.zeros(2, 5, 12), (2, 3, 5, 4)).shape
     torch.Size([2, 3, 5, 4])
     """

@@ -16,7 +16,7 @@ from torch import nn
 
 from regard.health.capture.call import forget_derived
 from regard.health.capture.interception import Interception, as_written, check_model
-from regard.health.measurement.batches import (
+from regard.health.measure.batches import (
     Modules,
     evaluation_mode,
     is_function,
@@ -24,12 +24,12 @@ from regard.health.measurement.batches import (
     name_batch,
     run_batch,
 )
-from regard.health.measurement.norms import OutputColumns
-from regard.health.measurement.query_rows import is_inverted, is_two_sided, pad_of, padding_of
-from regard.health.measurement.recorder import Layer, Recorder, merge_uses
+from regard.health.measure.heads import read_early
+from regard.health.measure.histogram import LAYOUT
+from regard.health.measure.norms import OutputColumns
+from regard.health.measure.query_rows import is_inverted, is_two_sided, pad_of, padding_of
+from regard.health.measure.recorder import Layer, Recorder, merge_uses
 from regard.health.mixers import MixerReading, Mixers
-from regard.health.readings.heads import read_early
-from regard.health.readings.histogram import LAYOUT
 from regard.health.tokens.text import first_text
 from regard.health.what_if import WhatIf
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from regard.health.measurement.recorder import Layer, Recorder
-from regard.health.measurement.side_stream import after_event, copy_to_host
-from regard.health.readings.histogram import ROW, Spreads
-from regard.health.readings.layer_reading import LayerReading, spreads_of, stack_parts
+from regard.health.measure.histogram import ROW, Spreads
+from regard.health.measure.layer_reading import LayerReading, spreads_of, stack_parts
+from regard.health.measure.recorder import Layer, Recorder
+from regard.health.measure.side_stream import after_event, copy_to_host
 
 LEAST_ROWS = 16  # with fewer rows, or fewer keys on average, the shape of a distribution is not judged
 LEAST_KEYS = 4

@@ -5,7 +5,7 @@ bins are even: log₁₀ for what spans decades; asinh for logits; for shares th
 and for entropies t(x) = x/c from c on and 1 + ln(x/c) below, which is fine near ln n and in decades where a head
 collapses. The first bin of all scales but asinh reaches to 0.
 
->>> from regard.health.readings.histogram import edges
+>>> from regard.health.measure.histogram import edges
 >>> [f"{edges('entropy_ratio')[at]:.2g}" for at in (0, 1, 128, 511, 512)]
 ['0', '1.1e-10', '1.8e-06', '1', '1']
 """

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from regard.health.capture.call import Call
-from regard.health.measurement import norms
-from regard.health.measurement.recorder import BatchReading
-from regard.health.readings.layer_reading import LayerReading, empty_sums, parts_of
+from regard.health.measure import norms
+from regard.health.measure.layer_reading import LayerReading, empty_sums, parts_of
+from regard.health.measure.recorder import BatchReading
 from regard.scores import resolve_scale
 from regard.statistics import NAMES, stack
 
@@ -106,7 +106,7 @@ def _add_on_gpu(
     flat: Tensor, histogram: Tensor, call: Call, own: Tensor, rebuilt: Tensor, stats: Mapping[str, Tensor]
 ) -> Tensor:
     """Adds what was measured to the readings of all layers; returns the relative differences, [L, H]."""
-    from regard.health.measurement import gpu_norms, gpu_reading
+    from regard.health.measure import gpu_norms, gpu_reading
 
     layers, heads = len(flat), call.q.shape[1]
     gpu_reading.update_layers(flat, histogram, stack(stats), None, 0)

@@ -16,11 +16,11 @@ import regard
 from regard.health.capture.call import MAX_USES, Call, UseCounter, forget_derived, in_torch_layout
 from regard.health.capture.interception import forward_token, running_frame, uncaptured
 from regard.health.checks.eval_dropout import DROPS
-from regard.health.measurement import norms, query_rows
-from regard.health.measurement.designed_scale import is_designed
-from regard.health.measurement.gates import gate_sums, gates_of_heads
-from regard.health.measurement.side_stream import HostCopies, SideStream, record_event
-from regard.health.readings.layer_reading import LayerReading
+from regard.health.measure import norms, query_rows
+from regard.health.measure.designed_scale import is_designed
+from regard.health.measure.gates import gate_sums, gates_of_heads
+from regard.health.measure.layer_reading import LayerReading
+from regard.health.measure.side_stream import HostCopies, SideStream, record_event
 from regard.health.what_if import WhatIf
 from regard.scores import resolve_scale
 

@@ -44,7 +44,7 @@ def padding_of(batch: Any, two_sided: bool = False) -> list[Tensor]:
     Empty where a call's shape would not tell whose padding it has: if both sides of an encoder-decoder are equally
     long, and if the batch holds images or sounds too.
 
-    >>> from regard.health.measurement.query_rows import padding_of
+    >>> from regard.health.measure.query_rows import padding_of
     >>> padding_of(dict(input_ids=torch.tensor([[5, 6, 0]]), attention_mask=torch.tensor([[1, 1, 0]])))
     [tensor([[ True,  True, False]])]
     """
@@ -62,7 +62,7 @@ def is_inverted(batch: Any, pad: int | None = None) -> bool:
 
     The one id must be the model's `pad` (see `pad_of`) or stand three times in a text, where a BOS stands once.
 
-    >>> from regard.health.measurement.query_rows import is_inverted
+    >>> from regard.health.measure.query_rows import is_inverted
     >>> is_inverted(dict(input_ids=torch.tensor([[5, 6, 7, 0]]), attention_mask=torch.tensor([[0, 0, 0, 1]])), pad=0)
     True
     """

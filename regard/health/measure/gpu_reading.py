@@ -21,8 +21,8 @@ from torch import Tensor
 
 from regard import statistics
 from regard._backends.gpu.launcher import launch, on_device_of, tensor_key
-from regard.health.readings.histogram import BINS, KNEE, LAYOUT, NAMES, SHARE_SLOPE
-from regard.health.readings.layer_reading import (
+from regard.health.measure.histogram import BINS, KNEE, LAYOUT, NAMES, SHARE_SLOPE
+from regard.health.measure.layer_reading import (
     COMPARED,
     CURVES,
     LEAST_KEYS,

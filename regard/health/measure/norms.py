@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import Call
-from regard.health.measurement.side_stream import copy_to_host
-from regard.health.readings.layer_reading import LayerReading, parts_of
+from regard.health.measure.layer_reading import LayerReading, parts_of
+from regard.health.measure.side_stream import copy_to_host
 from regard.nn.projections import output_weight
 from regard.scores import resolve_scale
 
 if TYPE_CHECKING:
-    from regard.health.measurement.recorder import Layer
+    from regard.health.measure.recorder import Layer
 
 SAMPLED_ROWS = 64  # of a long call, on which the outputs are compared
 SERIAL_ROWS = 4096  # up to so many rows of a head are compared by one program of the GPU
@@ -55,7 +55,7 @@ def relative_difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Te
     """Returns ‖own − rebuilt‖/‖own‖ per head [H], both [B, H, M, E], on the rows [B, M] that count."""
     own = own[: len(rebuilt)].detach()
     if own.is_cuda and 0 < own.shape[0] * own.shape[2] <= SERIAL_ROWS:
-        from regard.health.measurement import gpu_norms
+        from regard.health.measure import gpu_norms
 
         return gpu_norms.relative_difference(own, rebuilt, rows)
     own, rebuilt = own.float(), rebuilt.float()
@@ -88,7 +88,7 @@ def add_predicted_variance(reading: LayerReading, call: Call, rows: Tensor | Non
     if not call.q.is_cuda or isinstance(scale, Tensor) or isinstance(temperature, Tensor):
         reading.add_prediction(predicted_variance(call, rows, scale), rows)
         return
-    from regard.health.measurement import gpu_norms
+    from regard.health.measure import gpu_norms
 
     parts = parts_of(reading.heads)
     gpu_norms.add_predicted_variance(
@@ -159,7 +159,7 @@ def value_spread(v: Tensor, layers: int = 1) -> Tensor:
 
     spread = max (max_j v_j − min_j v_j) and size = max |v|, over sequences and channels; waits for no device.
 
-    >>> from regard.health.measurement.norms import value_spread
+    >>> from regard.health.measure.norms import value_spread
     >>> v = torch.tensor([[0.0, 5.0, 2.0], [1.0, 1.0, 1.0]])[None, :, :, None]  # two heads of three keys
     >>> value_spread(v)
     tensor([[[5., 0.]],

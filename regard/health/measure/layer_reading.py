@@ -8,7 +8,7 @@ so that batches, or ranks, may come in any order. Every sum but the histogram is
 is fetched at once. Curves are kept over bins of positions: one each for the first 16, then 8 to an octave.
 
 >>> import regard, torch
->>> from regard.health.readings.layer_reading import LayerReading, spreads_of
+>>> from regard.health.measure.layer_reading import LayerReading, spreads_of
 >>> q = k = v = torch.randn(1, 2, 16, 8)
 >>> _, stats = regard.attention(q, k, v, return_stats=True)
 >>> reading = LayerReading(heads=2).update(stats)
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.health.readings import histogram
-from regard.health.readings.histogram import BINS, DERIVED, NAMES, ROW, Spreads
+from regard.health.measure import histogram
+from regard.health.measure.histogram import BINS, DERIVED, NAMES, ROW, Spreads
 
 COMPARED = 1024  # rows of a call that are compared, at least
 ADDED = ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls", "norms",
@@ -81,7 +81,7 @@ def empty_sums(heads: int, device: torch.device) -> Tensor:
 def position_bin(position: Tensor) -> Tensor:
     """Returns the bin of each position.
 
-    >>> from regard.health.readings.layer_reading import first_position, position_bin
+    >>> from regard.health.measure.layer_reading import first_position, position_bin
     >>> [first_position(at) for at in position_bin(torch.tensor([3, 16, 1000])).tolist()]
     [3, 16, 940]
     """
@@ -135,7 +135,7 @@ class LayerReading:
     def update(self, stats: Mapping[str, Tensor], rows: Tensor | None = None, start: int = 0) -> LayerReading:
         """Adds statistics [B, H, M]; `rows` [B, M] says which count, `start` is the position of the first query."""
         if stats["entropy"].is_cuda:
-            from regard.health.measurement import gpu_reading
+            from regard.health.measure import gpu_reading
 
             gpu_reading.update(self, stats, rows, start)
         else:

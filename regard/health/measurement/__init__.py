@@ -1,1 +1,0 @@
-"""Measures a captured call: statistics, fidelity of the rebuilt output, norms of q, k and v."""

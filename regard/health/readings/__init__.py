@@ -1,1 +1,0 @@
-"""Per-head readings: moments and histograms that merge over batches and ranks."""

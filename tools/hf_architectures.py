@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 EQUAL, LIMIT_S = 1e-5, 90
@@ -66,15 +67,16 @@ class TimeIsUp(BaseException):
 
 def judge(name: str) -> str:
     """Returns "equal", "own code", "refused: …", "differs: …" or "not built: …"."""
-    from regard.health.models.tiny_architectures import NotBuilt, make_model
+    from regard.health.models.tiny_architectures import NotBuilt, make_config
+    from regard.health.models.tiny_inputs import find_runnable
     from regard.hf.self_check import check_architecture, compare
 
     try:
-        model = make_model(name)
+        model, make = find_runnable(partial(make_config, name))
         if not model._can_set_attn_implementation():
             return "own code"
-        found = compare(model, "regard", EQUAL)
-        if "differs" in found and not compare(model.double(), "regard", EQUAL):
+        found = compare(model, make, "regard", EQUAL)
+        if "differs" in found and not compare(model.double(), make, "regard", EQUAL):
             return "equal"  # the difference was rounding
     except NotBuilt as error:
         return f"not built: {error}"

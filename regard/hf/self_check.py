@@ -16,15 +16,16 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.health.models.tiny_architectures import NotBuilt, find_class, shrink, spread_weights
-from regard.health.models.tiny_inputs import make_batch
+from regard.health.models.tiny_architectures import WAYS, NotBuilt, find_class, shrink
+from regard.health.models.tiny_inputs import find_runnable
 
 TOLERANCE = 1e-4  # of the largest output; a wrong mask or bias is off by 0.01 and more
 EQUAL, PARTS = "equal", ("padded", "without padding", "decoding with a cache")
@@ -70,9 +71,17 @@ def _look_up(kind: type, config: Any) -> str:
 
 
 def _key(kind: type, config: Any) -> str:
-    text = json.dumps(shrink(config).to_dict(), sort_keys=True, default=str)
+    text = json.dumps(_shrink(config).to_dict(), sort_keys=True, default=str)
     versions = (importlib.metadata.version(name) for name in ("regard", "transformers", "torch"))
     return " ".join((type(config).__name__, *versions, hashlib.sha256((text + _own_code()).encode()).hexdigest()[:16]))
+
+
+def _shrink(config: Any) -> Any:
+    """Returns the configuration made small in the first way that its class takes."""
+    for way in WAYS[:-1]:
+        with contextlib.suppress(Exception):
+            return shrink(config, way)
+    return shrink(config, WAYS[-1])
 
 
 def _own_code() -> str:
@@ -120,27 +129,27 @@ def _compare_twins(kind: type, config: Any) -> str:
         with torch.no_grad(), torch.device("cpu"):
             torch.random.default_generator.manual_seed(0)
             try:
-                model = make_twin(kind, config)
+                model, make = make_twin(kind, config)
             except Exception as error:
                 return f"unchecked: {' '.join(str(error).split())[:200]}"
-            return compare(model, "regard") or EQUAL
+            return compare(model, make, "regard") or EQUAL
     finally:
         torch.random.default_generator.set_state(state)
         random.setstate(numbers)
 
 
-def make_twin(kind: type, config: Any) -> nn.Module:
-    """Returns a small model of the same architecture under its eager code, in float32 on the CPU."""
-    with contextlib.suppress(NotBuilt):  # code from outside transformers: its own class
-        kind = find_class(config)
-    model: Any = kind._from_config(  # type: ignore[attr-defined]
-        shrink(config), attn_implementation="eager", dtype=torch.float32
-    )
-    spread_weights(model)
-    return model.eval()
+def make_twin(kind: type, config: Any) -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
+    """Returns a small model of the same architecture under its eager code, and what makes its batches."""
+    try:
+        find_class(config)
+    except NotBuilt:  # code from outside transformers: its own class
+        return find_runnable(partial(shrink, config), (kind,))
+    return find_runnable(partial(shrink, config))
 
 
-def compare(model: nn.Module, implementation: str, tolerance: float = TOLERANCE) -> str:
+def compare(
+    model: nn.Module, make: Callable[..., dict[str, Any]], implementation: str, tolerance: float = TOLERANCE
+) -> str:  # fmt: skip
     """Returns what differs between a small model's eager code and `implementation`; "" if nothing does."""
     other: Any = copy.deepcopy(model)
     try:
@@ -150,13 +159,13 @@ def compare(model: nn.Module, implementation: str, tolerance: float = TOLERANCE)
     checked = 0
     for part in PARTS:
         try:
-            expected = list(_outputs(model, part))
+            expected = list(_outputs(model, make, part))
         except Exception as error:
             if part == PARTS[0]:
                 return f"unchecked: its eager code: {type(error).__name__}: {_one_line(error)}"
             continue
         try:
-            found = list(_outputs(other, part))
+            found = list(_outputs(other, make, part))
         except Exception as error:
             return f"refused: {_one_line(error)}"
         checked += len(expected)
@@ -172,10 +181,11 @@ def compare(model: nn.Module, implementation: str, tolerance: float = TOLERANCE)
     return "" if checked else "unchecked: it returns no numbers"
 
 
-def _outputs(model: nn.Module, part: str) -> Iterator[Tensor]:
+def _outputs(model: nn.Module, make: Callable[..., dict[str, Any]], part: str) -> Iterator[Tensor]:
     """Yields the numbers that a model returns for one kind of batch."""
     padding = 3 if part == PARTS[0] else 0
-    batch = make_batch(model, padding=padding)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in make(padding=padding).items()}
     torch.random.default_generator.manual_seed(1)  # models that draw: masks of pretraining, codebooks
     if part != PARTS[2]:
         mask = batch.get("attention_mask")

@@ -1,11 +1,13 @@
 """The small models of transformers' architectures that are made from their configuration classes."""
 
+from functools import partial
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-from regard.health.models.tiny_architectures import NotBuilt, list_names, make_model
-from regard.health.models.tiny_inputs import make_batch
+from regard.health.models.tiny_architectures import NotBuilt, list_names, make_config, make_model
+from regard.health.models.tiny_inputs import find_runnable, make_batch
 
 NAMES = [
     "llama",
@@ -42,3 +44,22 @@ def test_what_cannot_be_made_is_said():
     assert len(list_names()) > 300
     with pytest.raises(NotBuilt, match="no configuration 'lama'"):
         make_model("lama")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["clip", "siglip2", "blip-2", "esm", "videomae", "parakeet_ctc", "audio-spectrogram-transformer", "pix2struct"],
+)
+def test_ways_to_shrink_and_inputs_are_tried_until_a_forward_runs(name):
+    state = torch.get_rng_state()
+    model, make = find_runnable(partial(make_config, name))
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.no_grad():
+        first = model(**make(padding=0))[0]
+        again, other = model(**make(padding=0))[0], model(**make(padding=0, seed=1))[0]
+    assert torch.equal(first, again) and first.shape == other.shape and not torch.equal(first, other)
+
+
+def test_the_reason_of_what_does_not_run_is_that_of_the_first_way():
+    with pytest.raises(NotBuilt, match="no configuration 'lama'"):
+        find_runnable(partial(make_config, "lama"))

@@ -5,6 +5,8 @@ Nothing heavy is imported before it is known that the target exists.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib.util
 import itertools
 import os
@@ -13,7 +15,8 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,6 @@ TINY = "hf-tiny:"
 SCRIPT = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WAIT = 1.2  # seconds for the hub to say whether a model exists
-MORE = ("pixel_values", "bbox", "input_features", "input_values")  # tried if the forward fails without them
 ROWS, LENGTH, PADDING = 4, 48, 5  # of the batch of a tiny model
 ENDINGS = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of classes, best first
 
@@ -110,40 +112,36 @@ def load_target(spec: str, **options: Any) -> Any:
 def load_tiny(spec: str) -> Any:
     """A small model of an architecture with random weights, and a padded batch of random tokens, images or sounds."""
     from regard.health.models.loading import Subject
-    from regard.health.models.tiny_architectures import NotBuilt, build_model
-    from regard.health.models.tiny_inputs import make_batch
+    from regard.health.models.tiny_architectures import NotBuilt
+    from regard.health.models.tiny_inputs import find_runnable
 
     name = spec.removeprefix(TINY)
-    config = _read_config(name, spec)
-    reason = "no class of the library takes its configuration"
-    endings = ENDINGS[::-1] if getattr(config, "is_encoder_decoder", False) else ENDINGS
-    for ending, more in [(ending, more) for ending in (*endings, None) for more in ((), MORE)]:
-        try:
-            model = build_model(config, kind=ending, attention=None)
-            batches = [make_batch(model, ROWS, LENGTH, seed, PADDING, more) for seed in range(2)]
-            _run(model, batches[0])
-        except NotBuilt as error:
-            reason = str(error)
-        except Exception as error:  # the forward of that class wants more than its signature says
-            reason = f"its forward raised {type(error).__name__}: {error}".split("\n")[0]
-        else:
-            note = f"{LENGTH} random tokens, images or sounds; random weights"
-            return Subject(f"{TINY}{name}", model, batches, dict(input=note), trained=False)
-    raise TargetError(
-        f"{spec!r} could not be built small: {reason[:300]}; write a function that returns (model, batches)"
-    )
+    read = partial(_read_config, name, spec)
+    sizes = dict(rows=ROWS, length=LENGTH, padding=PADDING)
+    try:
+        endings = ENDINGS[::-1] if _is_encoder_decoder(read) else ENDINGS
+        model, make = find_runnable(read, (*endings, None), attention=None, **sizes)
+    except NotBuilt as error:
+        raise TargetError(
+            f"{spec!r} could not be built small: {str(error)[:300]}; write a function that returns (model, batches)"
+        ) from None
+    note = f"{LENGTH} random tokens, images or sounds; random weights"
+    batches = [make(seed=seed, **sizes) for seed in range(2)]
+    return Subject(f"{TINY}{name}", model, batches, dict(input=note), trained=False)
 
 
-def _run(model: Any, batch: dict[str, Any]) -> None:
-    import torch
+def _is_encoder_decoder(read: Callable[[str], Any]) -> bool:
+    from regard.health.models.tiny_architectures import WAYS, NotBuilt
 
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        model(**batch)
+    for way in WAYS:
+        with contextlib.suppress(NotBuilt):
+            return getattr(read(way), "is_encoder_decoder", False)
+    return False
 
 
-def _read_config(name: str, spec: str) -> Any:
+def _read_config(name: str, spec: str, way: str) -> Any:
     """The small configuration of a model type, of a folder, or of a hub name."""
-    from regard.health.models.tiny_architectures import NotBuilt, list_names, make_config, shrink
+    from regard.health.models.tiny_architectures import NotBuilt, list_names, make_config, one_line, shrink
 
     try:
         if os.path.isdir(name) or "/" in name:
@@ -151,20 +149,23 @@ def _read_config(name: str, spec: str) -> Any:
 
             if not os.path.isdir(name):
                 _require_on_hub(name)
-            return shrink(transformers.AutoConfig.from_pretrained(name, trust_remote_code=False))
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+            try:
+                return shrink(config, way)
+            except Exception as error:
+                raise NotBuilt(f"its small configuration: {one_line(error)}") from error
         known = {one.replace("-", "_"): one for one in list_names()}
-        return make_config(known.get(name.replace("-", "_"), name))
-    except NotBuilt as error:
-        import difflib
-
-        near = difflib.get_close_matches(name, list_names(), n=3, cutoff=0.6)
-        hint = f"did you mean {' or '.join(near)}?" if near else "pass a model type of transformers, such as qwen3"
-        raise TargetError(f"{spec!r}: {error}; {hint}") from None
-    except TargetError:
+        name = known.get(name.replace("-", "_"), name)
+        if name in known.values():
+            return make_config(name, way)
+    except (TargetError, NotBuilt):
         raise
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise TargetError(f"{spec!r}: its configuration could not be read: {type(error).__name__}: {text}") from error
+    near = difflib.get_close_matches(name, list_names(), n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(near)}?" if near else "pass a model type of transformers, such as qwen3"
+    raise TargetError(f"{spec!r}: transformers has no configuration {name!r}; {hint}")
 
 
 class Stopped(BaseException):

@@ -12,6 +12,7 @@ class derives from others is left to it. `NotBuilt` says why an architecture cou
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -24,7 +25,8 @@ from torch import nn
 
 HEADS, HEAD_DIM, WIDTH, LAYERS, VOCABULARY, POSITIONS = 4, 16, 64, 2, 128, 128
 FIRST_SPECIAL = 100  # number of the first special token; ordinary ones are below
-MAX_PARAMETERS = 20_000_000
+MAX_PARAMETERS = 40_000_000
+WAYS = ("small", "filled", "shallow", "shallow and filled")  # of shrinking a configuration: see `shrink`
 
 
 class NotBuilt(Exception):
@@ -53,60 +55,84 @@ def make_model(name: str, seed: int = 0, kind: str | None = None, **options: Any
     return build_model(make_config(name, **options), seed, kind)
 
 
-def build_model(config: Any, seed: int = 0, kind: str | None = None, attention: str | None = "eager") -> nn.Module:
-    """Returns a model of a small configuration, as `make_model`; `attention`: its implementation, None for its own."""
+def build_model(
+    config: Any, seed: int = 0, kind: str | type | None = None, attention: str | None = "eager"
+) -> nn.Module:  # fmt: skip
+    """Returns a float32 model of a small configuration, as `make_model`; `attention`: see `find_runnable`."""
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
         given = {} if attention is None else dict(attn_implementation=attention)
         try:
-            model = find_class(config, kind)._from_config(config, **given)
+            found = kind if isinstance(kind, type) else find_class(config, kind)
+            _check_size(found, config)
+            model = found._from_config(config, dtype=torch.float32, **given)
         except NotBuilt:
             raise
         except Exception as error:
-            raise NotBuilt(f"its model: {_one_line(error)}") from error
+            raise NotBuilt(f"its model: {one_line(error)}") from error
         spread_weights(model)
     return model.eval()
 
 
-def make_config(name: str, **options: Any) -> Any:
+def _check_size(kind: Any, config: Any) -> None:
+    """Raises NotBuilt for a model of too many weights, before they take memory, where it can be made without."""
+    try:
+        with torch.device("meta"):
+            total = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
+    except Exception:
+        return
+    if total > MAX_PARAMETERS:
+        raise NotBuilt(f"its small model still has {total:,} parameters")
+
+
+def make_config(name: str, way: str = WAYS[0], **options: Any) -> Any:
     """Returns the configuration of that type with every size made small."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
         kind = CONFIG_MAPPING[name]
     except (KeyError, ImportError, AttributeError) as error:
-        raise NotBuilt(f"transformers has no configuration {name!r}: {_one_line(error)}") from error
+        raise NotBuilt(f"transformers has no configuration {name!r}: {one_line(error)}") from error
     try:
         default = kind()
     except Exception as error:
-        raise NotBuilt(f"its configuration has no defaults: {_one_line(error)}") from error
+        raise NotBuilt(f"its configuration has no defaults: {one_line(error)}") from error
     try:
-        return shrink(default, **options)
+        return shrink(default, way, **options)
     except Exception as error:
-        raise NotBuilt(f"its small configuration: {_one_line(error)}") from error
+        raise NotBuilt(f"its small configuration: {one_line(error)}") from error
 
 
-def shrink(default: Any, **options: Any) -> Any:
-    """Returns a configuration of the same class as `default`, with small numbers; nested ones are shrunk too."""
+def shrink(default: Any, way: str = WAYS[0], **options: Any) -> Any:
+    """Returns a configuration of the same class as `default`, with small numbers; nested ones are shrunk too.
+
+    A class whose numbers depend on one another in a way of its own may refuse the small ones. Ways to go on: "filled"
+    gives numbers where the default is None, "shallow" leaves widths alone and makes only depth and tables small.
+    """
     kind = type(default)
-    given = _fields(default)
-    changed = {name: _shrink_field(name, value, given) for name, value in given.items()}
+    given = _fields(default, "filled" in way)
+    table = SIZES[:SHALLOW] if "shallow" in way else SIZES
+    changed = {name: _shrink_field(name, value, given, table) for name, value in given.items()}
     for name in getattr(kind, "sub_configs", {}):
         inner = getattr(default, name, None)
         if inner is not None and hasattr(inner, "to_dict"):
-            changed[name] = shrink(inner)
+            changed[name] = shrink(inner, way)
     _fit_layers(changed, default)
-    _fit_rotary(changed, default)
-    changed.update(PATCHES.get(kind.model_type, {}))
+    if "shallow" not in way:
+        _fit_rotary(changed, default)
+        changed.update(PATCHES.get(kind.model_type, {}))
     return kind(**{**{name: value for name, value in changed.items() if value is not KEEP}, **options})
 
 
 KEEP = object()  # what the class derives itself
 
 
-def _fields(default: Any) -> dict[str, Any]:
-    """Returns name → value of what the class declares; what it derives, because its default is None, is left out."""
-    found = {}
+def _fields(default: Any, fill: bool) -> dict[str, Any]:
+    """Returns name → value of what the class declares; what it derives, because its default is None, is left out.
+
+    With `fill` a whole number without a default is given one by its name.
+    """
+    found: dict[str, Any] = {}
     for field in dataclasses.fields(default):
         if field.init and field.name not in SKIPPED and field.name not in getattr(default, "sub_configs", {}):
             made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
@@ -115,6 +141,9 @@ def _fields(default: Any) -> dict[str, Any]:
                     found[field.name] = getattr(default, field.name, made)
                 except Exception:  # a number that differs between layers has no one value
                     found[field.name] = made
+            elif fill and made is None and getattr(default, field.name, None) is None:
+                if re.match(r"int\b", str(field.type)) and not TOKENS.match(field.name):
+                    found[field.name] = FILLED
     return found
 
 
@@ -128,42 +157,50 @@ def _limit(most: int) -> Callable[[int], int]:
     return lambda value: min(value, most)
 
 
+FILLED = 2**20  # stands for a number without a default; its name's rule makes it small
+
 # the first pattern that a field's name matches in full decides; a function takes the default value
 SIZES: list[tuple[str, Any]] = [
     (r"(.*_)?vocab_size(_per_layer_input)?|.*_vocab_size|n_vocab|vocab", VOCABULARY),
+    (r"topk_group|n_group", 1),
+    (r"(num|n)_experts_per_tok|num_experts_per_token|.*_top_?k|top_?k(_.*)?|moe_k|moe_topk", _limit(2)),
+    (r".*(num|n).*experts.*|moe_num_.*|.*n_routed_experts", _limit(4)),
+    (r"inner_group_num", 1),
+    (r"(.*_)?(num|n)_.*layers|(.*_)?n?_?layers?|(.*_)?depth|.*_layers|num_blocks|num_hidden_groups", _limit(LAYERS)),
+    (r"num_queries|num_(latents|query_tokens|object_queries)|n_query|num_.*_queries", _limit(6)),
+    (r".*source_positions|max_position_embeddings|n_positions|n_ctx|context_length", POSITIONS),
+    # up to here (SHALLOW) rules leave widths alone
     (r"qk_(rope|nope)_head_dim|rotary_dim|rope_head_dim", 8),
     (r"mamba_(d_head|head_dim)|mamba_headdim", 16),
     (r"mamba_n(um)?_?heads|n_mamba_heads", 8),
-    (r"mamba_n_groups|n_groups|mamba_ngroups|topk_group|n_group", 1),
+    (r"mamba_n_groups|n_groups|mamba_ngroups", 1),
     (r"mamba_dt_rank|time_step_rank|dt_rank", _limit(8)),
     (r"(.*_)?(num_)?(key_value|kv|mem)_?(attention_)?heads?(_.*)?|.*key_value_heads?|n_head_kv|num_kv_heads", "kv"),
     (r"(.*_)?((num|n)_)?(.*_)?(attention_|attn_)?heads?(_num|_count)?|n_heads?|nhead|.*_num_heads", _limit(HEADS)),
-    (r"(.*_)?(num|n)_.*layers|(.*_)?n?_?layers?|(.*_)?depth|.*_layers|num_blocks|num_hidden_groups", _limit(LAYERS)),
-    (r"inner_group_num", 1),
     (r".*(head_dim|head_size|d_kv|dim_head|dim_per_head|qk_head_dim|v_head_dim|d_head)|kv_channels", HEAD_DIM),
-    (r"(num|n)_experts_per_tok|num_experts_per_token|.*_top_?k|top_?k(_.*)?|moe_k|moe_topk", _limit(2)),
-    (r".*(num|n).*experts.*|moe_num_.*|.*n_routed_experts", _limit(4)),
     (r"index_topk.*|.*topk_blocks", 4),
     (r"(.*_)?(patch_size|patch_stride)", _limit(8)),
     (r"(.*_)?(image_size|img_size|image_resolution|input_size)|crop_size|pretrain_image_size", 32),
     (r".*(window|window_size|local_attention|attention_chunk_size|chunk_length|attention_span)", _limit(8)),
     (r"(.*_)?chunk_size|chunk_len|block_size|.*context_size.*", _limit(8)),
-    (r"(.*_)?(max_.*positions?(_embeddings)?|n_positions|n_ctx|max_seq.*len.*|context_length|max_length)", POSITIONS),
+    (r"(.*_)?(max_.*positions?(_embeddings)?|max_seq.*len.*|max_length)", POSITIONS),
     (r".*(state_size|d_state|ssm_state.*)", _limit(8)),
     (r".*(lora_rank|_rank|r_dim)|lora_dim", 16),
     (r"num_mel_bins|feature_size|n_mels|num_mel.*", _limit(16)),
-    (r"num_queries|num_(latents|query_tokens|object_queries)|n_query|num_.*_queries", _limit(6)),
     (r".*(conv_kernel|kernel_size|stride|expand|multiplier|factor|type_vocab.*|num_channels|in_channels).*", None),
     (r".*(intermediate|ffn|ff_|mlp|inner|feedforward|feed_forward|d_ff|fc_).*", WIDTH),
     (r".*(hidden|d_model|n_embd|embed|width|model_dim|emb_dim|encoder_dim|decoder_dim|bottleneck).*", WIDTH),
+    (r"prediction_length", 8),
     (r"dim|.*_dim|.*_size|.*_channels|.*_features|.*_width", "big"),
-]
+]  # fmt: skip
+SHALLOW = next(at for at, (pattern, _) in enumerate(SIZES) if pattern.startswith("qk_"))
 TOKENS = re.compile(r".*(token_id|token_index|token_ids|_token)$")
 
 
-def _shrink_field(name: str, value: Any, given: dict[str, Any]) -> Any:
+def _shrink_field(name: str, value: Any, given: dict[str, Any], table: list[tuple[str, Any]]) -> Any:
+    """Returns a field's small value; KEEP where it had none and no rule knows its name."""
     if isinstance(value, (list, tuple)) and value and all(type(one) is int for one in value):
-        return _shrink_list(name, value, given)
+        return _shrink_list(name, value, given) if table is SIZES or re.search("depth|layers", name) else value
     if type(value) is not int or (value <= 0 and not TOKENS.match(name)):
         return value
     if TOKENS.match(name):
@@ -172,7 +209,9 @@ def _shrink_field(name: str, value: Any, given: dict[str, Any]) -> Any:
         if known is not None or value < 0:
             return known if known is not None else value
         return FIRST_SPECIAL + [one for one in given if TOKENS.match(one)].index(name) % (VOCABULARY - FIRST_SPECIAL)
-    rule = next((rule for pattern, rule in SIZES if re.fullmatch(pattern, name)), None)
+    rule = next((rule for pattern, rule in table if re.fullmatch(pattern, name)), None)
+    if value == FILLED and rule is None:
+        return KEEP
     if rule == "kv":
         heads = next((given[one] for one in ("num_attention_heads", "n_head", "num_heads") if one in given), None)
         return 1 if value == 1 else min(HEADS, value) if value == heads else 2
@@ -256,17 +295,28 @@ _MAMBA2_HYBRID = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n
 PATCHES: dict[str, dict[str, Any]] = {
     "bamba": dict(num_hidden_layers=3, attn_layer_indices=[1], **_MAMBA2_HYBRID),
     "deepseek_v2": dict(num_experts_per_tok=2),
+    "blip-2": dict(image_token_index=FIRST_SPECIAL),
+    "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse"]),
+    "esm": dict(vocab_size=VOCABULARY, pad_token_id=1),
     "falcon_h1": dict(mamba_d_ssm=128, **_MAMBA2_HYBRID),
     "gemma3n_text": dict(
         num_hidden_layers=4, num_kv_shared_layers=2, hidden_size_per_layer_input=16, laurel_rank=8,
+        intermediate_size=WIDTH, activation_sparsity_pattern=[0.95, 0.0, 0.0, 0.0],
         layer_types=_FULL_AND_SLIDING * 2,
     ),
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "granitemoehybrid": dict(
         num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"], **_MAMBA2_HYBRID
     ),
+    "instructblip": dict(image_token_index=FIRST_SPECIAL),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "llama4_vision_model": dict(intermediate_size=4 * WIDTH),
+    "longcat_flash": dict(head_dim=8),
     "mamba2": dict(num_heads=8, head_dim=16, state_size=8, n_groups=1),
+    "qwen2_5_vl_vision": dict(window_size=32),
+    "xmod": dict(default_language="en_XX"),
     "zamba": dict(num_hidden_layers=6, layers_block_type=["linear_attention"] * 2 + ["hybrid", "linear_attention"] * 2),
     "zamba2": dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, adapter_rank=8,
                    n_mamba_heads=8, mamba_d_state=8, intermediate_size=64, num_key_value_heads=4),
@@ -288,7 +338,7 @@ def find_class(config: Any, kind: str | None = None) -> Any:
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        raise NotBuilt(f"its code could not be imported: {_one_line(error)}") from error
+        raise NotBuilt(f"its code could not be imported: {one_line(error)}") from error
     classes = [
         one
         for one in vars(module).values()
@@ -309,9 +359,6 @@ def spread_weights(model: nn.Module) -> None:
     With transformers' 0.02 every row of the attention of a small model is flat, and errors in it hardly show. What
     the class itself has drawn does not count, so that it may have drawn nothing.
     """
-    total = sum(parameter.numel() for parameter in model.parameters())
-    if total > MAX_PARAMETERS:
-        raise NotBuilt(f"its small model still has {total:,} parameters")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if not weight.is_floating_point() or weight.numel() == 0:
@@ -323,6 +370,6 @@ def spread_weights(model: nn.Module) -> None:
                 weight.normal_(float(name.endswith("weight")), 0.3)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return f"{type(error).__name__}: {text[:200]}"

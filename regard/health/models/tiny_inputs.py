@@ -3,19 +3,80 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.health.models.tiny_architectures import WIDTH, NotBuilt
+from regard.health.models.tiny_architectures import WAYS, WIDTH, NotBuilt, build_model, one_line
 
 FIRST_TOKEN, LAST_TOKEN = 5, 95  # ordinary tokens
 GRID = 4  # patches of an image, up and across
+IMAGES = ("pixel_values", "pixel_attention_mask", "spatial_shapes", "pixel_position_ids", "image_grid_thw", "grid_thw",
+          "flattened_patches", "aspect_ratio_ids", "aspect_ratio_mask")  # fmt: skip
+SOUNDS = ("input_features", "input_values", "input_features_mask", "audio_values")
+BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_feat_size",
+        "feature_projection_input_dim", "num_mels", "mel_bins", "input_dim")  # fmt: skip
+TEXTS = ("bbox", "decoder_input_ids", "encoder_hidden_states")
+MORE = ((), ("pixel_values",), ("bbox",), IMAGES, SOUNDS, (*IMAGES, *SOUNDS, *TEXTS))  # tried in this order
+LAYOUTS = 3  # of sounds and videos: see `Inputs`
+
+
+def find_runnable(
+    make_config: Callable[[str], Any], kinds: Sequence[str | type | None] = (None,), attention: str | None = "eager",
+    **sizes: int,
+) -> tuple[nn.Module, Callable[..., dict[str, Any]]]:  # fmt: skip
+    """Returns a small model whose forward runs, and what makes its batches: `make_batch` of that model.
+
+    Args:
+        make_config: a way of `WAYS` -> the small configuration.
+        kinds: classes, or the endings of their names, best first; None for the plainest.
+        attention: the implementation, None for the model's own.
+        sizes: rows, length and padding of the batch that is tried.
+
+    Raises:
+        NotBuilt: Nothing ran; the reason is that of the first way.
+    """
+    reasons: list[str] = []
+    for way in WAYS:
+        try:
+            config = make_config(way)
+        except NotBuilt as error:
+            reasons.append(str(error))
+            continue
+        for kind in kinds:
+            try:
+                model = build_model(config, kind=kind, attention=attention)
+            except NotBuilt as error:
+                reasons.append(str(error))
+                continue
+            given: list[dict[str, Any]] = []
+            for more, layout in [(more, layout) for layout in range(LAYOUTS) for more in MORE]:
+                make = partial(make_batch, model, more=more, layout=layout)
+                try:
+                    batch = make(**sizes)
+                    if any(_is_same(batch, one) for one in given):
+                        continue
+                    given.append(batch)
+                    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                        model(**batch)
+                    return model, make
+                except NotBuilt as error:
+                    reasons.append(str(error))
+                except Exception as error:
+                    reasons.append(f"its forward raised {one_line(error)}")
+    raise NotBuilt(reasons[0])
+
+
+def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return {name: x.shape for name, x in a.items()} == {name: x.shape for name, x in b.items()}
 
 
 def make_batch(
-    model: nn.Module, rows: int = 2, length: int = 12, seed: int = 0, padding: int = 3, more: tuple[str, ...] = ()
+    model: nn.Module, rows: int = 2, length: int = 12, seed: int = 0, padding: int = 3, more: tuple[str, ...] = (),
+    layout: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns a batch that the model's forward takes: token ids with padding, images, sounds; `more` if it takes them.
 
@@ -31,7 +92,7 @@ def make_batch(
         wanted.append("decoder_input_ids")
     if "input_ids" in wanted and "attention_mask" in accepted:
         wanted.append("attention_mask")
-    makers = Inputs(model.config, rows, length, padding, generator)
+    makers = Inputs(model.config, rows, length, padding, generator, layout)
     batch = {}
     for name in dict.fromkeys(wanted):
         make = getattr(makers, name, None)
@@ -42,10 +103,17 @@ def make_batch(
 
 
 class Inputs:
-    """Makes inputs by their name in a forward's signature."""
+    """Makes inputs by their name in a forward's signature.
 
-    def __init__(self, config: Any, rows: int, length: int, padding: int, generator: torch.Generator) -> None:
-        self.config, self.rows, self.length, self.padding, self.generator = config, rows, length, padding, generator
+    Layout 0: sounds [B, bins, N] and [B, N], images [B, C, h, w]. 1: sounds [B, N, bins] and [B, 1, N], videos in the
+    place of images. 2: sounds [B, N, bins] where waves are meant as well, images as patches [B, P, C·p·p].
+    """
+
+    def __init__(
+        self, config: Any, rows: int, length: int, padding: int, generator: torch.Generator, layout: int
+    ) -> None:  # fmt: skip
+        self.config, self.rows, self.length, self.padding = config, rows, length, padding
+        self.generator, self.layout = generator, layout
 
     def _number(self, *names: str, default: int) -> int:
         """Returns a number of the configuration or of those in it: an image's size, channels, …"""
@@ -62,6 +130,13 @@ class Inputs:
         return torch.randn(*shape, generator=self.generator)
 
     def input_ids(self) -> Tensor:
+        ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (self.rows, self.length), generator=self.generator)
+        image, queries = (getattr(self.config, name, None) for name in ("image_token_index", "num_query_tokens"))
+        if type(image) is int and type(queries) is int:  # BLIP-2: a place for each vector that the Q-Former makes
+            ids[:, :queries] = image
+        return ids
+
+    def qformer_input_ids(self) -> Tensor:
         return torch.randint(FIRST_TOKEN, LAST_TOKEN, (self.rows, self.length), generator=self.generator)
 
     def attention_mask(self) -> Tensor:
@@ -80,20 +155,57 @@ class Inputs:
     def query_embeds(self) -> Tensor:
         return self.inputs_embeds()
 
-    def pixel_values(self) -> Tensor:
+    def _image(self) -> Tensor:
         size = self._number("image_size", "img_size", "input_size", default=32)
         return self._noise(self.rows, self._number("num_channels", "in_channels", "in_chans", default=3), size, size)
 
+    def pixel_values(self) -> Tensor:
+        if self.layout == 2:
+            channels, side = self._image().shape[1], self._number("patch_size", default=8)
+            return self._noise(self.rows, GRID * GRID, channels * side * side)
+        return self.pixel_values_videos() if self.layout == 1 else self._image()
+
+    def flattened_patches(self) -> Tensor:
+        width = self._number("patch_embed_hidden_size", default=768)
+        places = torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).float() + 1.0
+        patches = self._noise(self.rows, GRID * GRID, width)
+        return torch.cat([places.expand(self.rows, -1, -1), patches], -1)
+
     def pixel_values_videos(self) -> Tensor:
         frames = self._number("num_frames", "frames_per_clip", default=8)
-        return self._noise(self.rows, frames, *self.pixel_values().shape[1:])
+        image = self._image()
+        return self._noise(self.rows, frames, *image.shape[1:])
+
+    image = pixel_values
+
+    def _bins(self) -> int:
+        return self._number(*BINS, default=16)
 
     def input_features(self) -> Tensor:
-        bins = self._number("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", default=16)
-        return self._noise(self.rows, bins, 2 * self._number("max_source_positions", default=32))
+        frames = 2 * self._number("max_source_positions", default=32)
+        return self._noise(self.rows, *((self._bins(), frames) if self.layout == 0 else (frames, self._bins())))
+
+    def input_features_mask(self) -> Tensor:
+        frames = 2 * self._number("max_source_positions", default=32)
+        return torch.ones(self.rows, frames, dtype=torch.long)
 
     def input_values(self) -> Tensor:
-        return self._noise(self.rows, 4000)
+        if self.layout == 2:
+            return self._noise(self.rows, self._number("max_length", default=128), self._bins())
+        return self._noise(self.rows, *(1,) * self.layout, 4096)
+
+    audio_values = input_values
+
+    def past_values(self) -> Tensor:
+        channels = self._number("num_input_channels", "input_size", default=1)
+        length = self._number("context_length", default=32)
+        return self._noise(self.rows, length, *((channels,) if self.layout == 0 else ()))
+
+    def pixel_attention_mask(self) -> Tensor:
+        return torch.ones(self.rows, GRID * GRID, dtype=torch.long)
+
+    def spatial_shapes(self) -> Tensor:
+        return torch.tensor([[GRID, GRID]] * self.rows)
 
     def inputs_embeds(self) -> Tensor:
         return self._noise(self.rows, self.length, self._number("hidden_size", "d_model", default=WIDTH))

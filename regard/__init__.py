@@ -7,7 +7,8 @@
 torch.Size([1, 2, 16])
 """
 
-from regard import bias, masks, nn, normalizers, reference, statistics, temperature
+from regard import bias, masks, nn, normalizers, reference, statistics, temperature  # noqa: F401
+from regard._call.mask.mask import Mask
 from regard._core.attention import attention, attention_path
 from regard._core.rows.functions import (
     entmax,
@@ -26,10 +27,7 @@ from regard._core.rows.functions import (
 )
 from regard._core.rows.jacobian import jacobian, vjp
 from regard._core.rows.online_softmax import OnlineSoftmax
-from regard._core.rows.qk_norm import qk_norm
 from regard._core.varlen import attention_varlen
-from regard.mask import Mask
-from regard.score_function import ScoreFunction
 
 __version__ = "0.1.0"
 
@@ -52,13 +50,13 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])
 
 
 __all__ = [
-    "Fingerprint", "Mask", "Monitor", "OnlineSoftmax", "QKClip", "ScoreFunction", "attention", "attention_path",
-    "attention_varlen", "bias", "check", "compare", "entmax", "entmax15", "examine", "fingerprint", "gumbel_softmax",
-    "jacobian", "log_softmax", "logsumexp", "look", "losses", "masks", "nn", "normalize", "normalizers", "parallel",
-    "qk_clip", "qk_norm", "reference", "relu_norm", "sigmoid_norm", "softmax", "softmax1", "softmax_backward",
-    "softpick", "sparsemax", "statistics", "temperature", "using", "vjp",
+    "Fingerprint", "Mask", "Monitor", "OnlineSoftmax", "QKClip", "attention", "attention_path", "attention_varlen",
+    "bias", "check", "compare", "entmax", "entmax15", "examine", "fingerprint", "gumbel_softmax", "jacobian",
+    "log_softmax", "logsumexp", "look", "masks", "nn", "normalize", "normalizers", "parallel", "reference", "relu_norm",
+    "sigmoid_norm", "softmax", "softmax1", "softmax_backward", "softpick", "sparsemax", "temperature", "testing",
+    "using", "vjp",
 ]  # fmt: skip

@@ -2,12 +2,12 @@
 
     L(z, y) = Ω*(z) − z_y,   Ω*(z) = max_{p ∈ Δ} p·z + H_α(p),   ∂L/∂z = normaliser(z) − e_y
 
-Names and reductions are those of the package `entmax`. No weights are stored: forward reads the logits once and keeps
+Reductions are those of the package `entmax`. No weights are stored: forward reads the logits once and keeps
 three numbers per row, backward reads them once and writes the gradient.
 
 >>> import regard, torch
 >>> logits = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]], requires_grad=True)
->>> loss = regard.losses.Entmax15Loss()(logits, torch.tensor([0, 1]))
+>>> loss = regard.losses.FenchelYoungLoss("entmax15")(logits, torch.tensor([0, 1]))
 >>> loss.backward()
 >>> logits.grad[0]  # far enough ahead of the others: nothing to learn
 tensor([0., 0., 0.])
@@ -30,16 +30,13 @@ from regard._core.rows.losses import (
     reduce_losses,
 )
 
-__all__ = [
-    "Entmax15Loss", "EntmaxBisectLoss", "FenchelYoungLoss", "SoftmaxLoss", "SparsemaxLoss", "entmax15_loss",
-    "entmax_bisect_loss", "entropy_penalty", "fenchel_young_loss", "softmax_loss", "sparsemax_loss", "z_loss",
-]  # fmt: skip
+__all__ = ["FenchelYoungLoss", "entropy_penalty", "fenchel_young_loss", "z_loss"]
 
 
 def fenchel_young_loss(
     logits: Tensor,
     target: Tensor,
-    normalizer: str = "softmax",
+    normalizer: str | normalizers.Choice = "softmax",
     *,
     ignore_index: int = -100,
     reduction: str = "none",
@@ -56,8 +53,9 @@ def fenchel_young_loss(
         logits: (…, classes); float32, bfloat16, float16 or float64, summed in float32 (float64 for float64).
         target: class indices (…), integers. On a CPU an index that is no class is refused; on a GPU, which is not
             waited for, it makes the loss and the gradient of its row NaN.
-        normalizer: softmax, sparsemax, entmax15 or "entmax(alpha=1.25)". entmax below α = 1.1 is computed in float64,
-            above 2 by the dense reference.
+        normalizer: softmax, sparsemax, entmax15 or "entmax(alpha=1.25)"; or `normalizers.get("entmax", alpha=tensor)`
+            with a tensor (…, 1), which receives a gradient and takes the dense reference. entmax below α = 1.1 is
+            computed in float64, above 2 by the dense reference.
         ignore_index: rows with this target have loss 0 and gradient 0, and do not count in the mean.
         reduction: "none", "sum", or "mean" over the rows that are not ignored, which `entmax` calls
             "elementwise_mean".
@@ -71,64 +69,7 @@ def fenchel_young_loss(
         TypeError: An argument has the wrong type or dtype.
         ValueError: The normaliser has no such loss, a shape does not fit, or an index is no class.
     """
-    return fenchel_young(logits, target, normalizer, None, ignore_index, reduction, backend)
-
-
-def softmax_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: str = "none") -> Tensor:
-    """log Σ_j exp(z_j) − z_y: cross entropy.
-
-    >>> import regard, torch
-    >>> regard.losses.softmax_loss(torch.tensor([[0.0, 0.5, -2.0]]), torch.tensor([0]))
-    tensor([1.0239])
-
-    Arguments, result and errors are those of `regard.losses.fenchel_young_loss`.
-    """
-    return fenchel_young(logits, target, "softmax", None, ignore_index, reduction)
-
-
-def sparsemax_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: str = "none") -> Tensor:
-    """½ Σ_{j: p_j > 0} (z_j² − τ²) + ½ − z_y with p = sparsemax(z); 0 once z_y is 1 above all others.
-
-    >>> import regard, torch
-    >>> regard.losses.sparsemax_loss(torch.tensor([[0.0, 0.5, -2.0], [1.5, 0.5, -2.0]]), torch.tensor([0, 0]))
-    tensor([0.5625, 0.0000])
-
-    Arguments, result and errors are those of `regard.losses.fenchel_young_loss`.
-    """
-    return fenchel_young(logits, target, "sparsemax", None, ignore_index, reduction)
-
-
-def entmax15_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: str = "none") -> Tensor:
-    """p·z + H_1.5(p) − z_y with p = entmax15(z); 0 once z_y is 2 above all others.
-
-    >>> import regard, torch
-    >>> regard.losses.entmax15_loss(torch.tensor([[0.0, 0.5, -2.0]]), torch.tensor([0]))
-    tensor([0.6844])
-
-    Arguments, result and errors are those of `regard.losses.fenchel_young_loss`.
-    """
-    return fenchel_young(logits, target, "entmax15", None, ignore_index, reduction)
-
-
-def entmax_bisect_loss(
-    logits: Tensor, target: Tensor, alpha: float | Tensor = 1.5, *, ignore_index: int = -100, reduction: str = "none"
-) -> Tensor:
-    """p·z + H_α(p) − z_y with p = entmax_α(z); 0 once z_y is 1/(α − 1) above all others.
-
-    The name is that of the package `entmax`; nothing is bisected. A tensor `alpha` (…, 1) receives a gradient and takes
-    the dense reference. Other arguments and the result are those of `regard.losses.fenchel_young_loss`.
-
-    >>> import regard, torch
-    >>> regard.losses.entmax_bisect_loss(torch.tensor([[0.0, 0.5, -2.0]]), torch.tensor([0]), alpha=1.25)
-    tensor([0.7971])
-
-    Raises:
-        TypeError: `alpha` is neither a number nor a tensor.
-        ValueError: `alpha` lies outside [1, 32] or does not broadcast.
-    """
-    if isinstance(alpha, Tensor):
-        return fenchel_young(logits, target, "entmax", alpha, ignore_index, reduction)
-    return fenchel_young(logits, target, normalizers.get("entmax", alpha=alpha), None, ignore_index, reduction)
+    return fenchel_young(logits, target, normalizer, ignore_index, reduction, backend)
 
 
 class FenchelYoungLoss(nn.Module):
@@ -150,75 +91,24 @@ class FenchelYoungLoss(nn.Module):
     """
 
     def __init__(
-        self, normalizer: str = "softmax", *, ignore_index: int = -100, reduction: str = "elementwise_mean"
+        self,
+        normalizer: str | normalizers.Choice = "softmax",
+        *,
+        ignore_index: int = -100,
+        reduction: str = "elementwise_mean",
     ) -> None:
         super().__init__()
-        self.normalizer = check_choice(normalizer).spec
+        self.choice = check_choice(normalizer)
+        self.theta = self.choice.theta  # a parameter becomes the module's
         self.ignore_index = check_ignore_index(ignore_index)
         self.reduction = check_reduction(reduction)
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         """The loss of logits (…, classes) and class indices (…)."""
-        return fenchel_young(logits, target, self.normalizer, None, self.ignore_index, self.reduction)
+        return fenchel_young(logits, target, self.choice, self.ignore_index, self.reduction)
 
     def extra_repr(self) -> str:
-        return f"{self.normalizer!r}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
-
-
-class SoftmaxLoss(FenchelYoungLoss):
-    """`softmax_loss`, cross entropy, as a module.
-
-    >>> import regard, torch
-    >>> regard.losses.SoftmaxLoss()(torch.zeros(2, 10), torch.tensor([0, 1]))
-    tensor(2.3026)
-    """
-
-    def __init__(self, *, ignore_index: int = -100, reduction: str = "elementwise_mean") -> None:
-        super().__init__("softmax", ignore_index=ignore_index, reduction=reduction)
-
-
-class SparsemaxLoss(FenchelYoungLoss):
-    """`sparsemax_loss` as a module.
-
-    >>> import regard, torch
-    >>> regard.losses.SparsemaxLoss()(torch.zeros(2, 10), torch.tensor([0, 1]))
-    tensor(0.4500)
-    """
-
-    def __init__(self, *, ignore_index: int = -100, reduction: str = "elementwise_mean") -> None:
-        super().__init__("sparsemax", ignore_index=ignore_index, reduction=reduction)
-
-
-class Entmax15Loss(FenchelYoungLoss):
-    """`entmax15_loss` as a module.
-
-    >>> import regard, torch
-    >>> regard.losses.Entmax15Loss()(torch.zeros(2, 10), torch.tensor([0, 1]))
-    tensor(0.9117)
-    """
-
-    def __init__(self, *, ignore_index: int = -100, reduction: str = "elementwise_mean") -> None:
-        super().__init__("entmax15", ignore_index=ignore_index, reduction=reduction)
-
-
-class EntmaxBisectLoss(FenchelYoungLoss):
-    """`entmax_bisect_loss` as a module; `alpha` may be a parameter that learns.
-
-    >>> import regard, torch
-    >>> regard.losses.EntmaxBisectLoss(alpha=1.25)(torch.zeros(2, 10), torch.tensor([0, 1]))
-    tensor(1.4005)
-    """
-
-    def __init__(
-        self, alpha: float | Tensor = 1.5, *, ignore_index: int = -100, reduction: str = "elementwise_mean"
-    ) -> None:
-        spec = "entmax" if isinstance(alpha, Tensor) else normalizers.get("entmax", alpha=alpha).spec
-        super().__init__(spec, ignore_index=ignore_index, reduction=reduction)
-        self.alpha = alpha
-
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The loss of logits (…, classes) and class indices (…)."""
-        return entmax_bisect_loss(logits, target, self.alpha, ignore_index=self.ignore_index, reduction=self.reduction)
+        return f"{self.choice.spec!r}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
 
 
 def z_loss(logits: Tensor, coefficient: float = 1e-4, *, reduction: str = "mean") -> Tensor:

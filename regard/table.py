@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TextIO
 
+__all__ = ["Table"]
+
 MARKS = {"✓": "green", "✗": "red"}  # colours of cells with these marks in a terminal
 
 

@@ -15,10 +15,9 @@ LAYERS = [
     [
         "regard._call",
         "regard.bias",
-        "regard.mask",
         "regard.masks",
-        "regard.score_function",
-        "regard.scores",
+        "regard._call.score_function",
+        "regard._call.scores",
         "regard.statistics",
         "regard.temperature",
     ],

@@ -68,7 +68,8 @@ with warnings.catch_warnings(record=True) as said:
         out.square().sum().backward()
     p = regard.entmax15(torch.tensor([-2.0, 0.0, 0.5]))
     assert torch.allclose(p, torch.tensor([0.0, 0.3260, 0.6740]), atol=1e-4)
-    regard.losses.entmax15_loss(torch.randn(3, 5, requires_grad=True), torch.tensor([0, 1, 2])).sum().backward()
+    logits = torch.randn(3, 5, requires_grad=True)
+    regard.losses.fenchel_young_loss(logits, torch.tensor([0, 1, 2]), "entmax15").sum().backward()
 assert not said, said  # the first call of this process said it
 assert "numba" in str(regard.attention_path(x, x, x, normalizer="relu"))
 try:

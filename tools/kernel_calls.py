@@ -42,7 +42,7 @@ def draw_relative(h: int, m: int, n: int) -> bias.Bias:
     return bias.relative(draw(h, 2 * max(m, n) - 1))
 
 
-FADE = regard.ScoreFunction(fade, constant, (0.3,))
+FADE = regard.bias.ScoreFunction(fade, constant, (0.3,))
 BOOL, INT = dict(dtype=torch.bool), dict(dtype=torch.int64)
 CAUSAL = Mask.causal()
 OPTIONS: dict[str, Callable[[int, int, int, int], dict]] = {  # of (batch entries, heads, queries, keys)

@@ -14,11 +14,11 @@ from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hint
 
 from torch import Tensor
 
+from regard._call.mask.mask import Mask
+from regard._call.score_function import ScoreFunction
 from regard._facts.remember import remember
 from regard.bias import Bias
-from regard.mask import Mask
 from regard.normalizers import Choice
-from regard.score_function import ScoreFunction
 
 AttnMask = Tensor | Mask | Bias | tuple[Tensor | Mask | None, Tensor | Bias | None] | None
 Scale = float | str | Tensor | None

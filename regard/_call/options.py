@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard._call.score_function import ScoreFunction
+from regard._call.scores import is_finite, is_real
 from regard._call.validation import check_dense, fits, is_float
 from regard._call.validation import check_theta as check_parameter
 from regard._facts.dtypes import accumulator
 from regard._facts.readable import readable
 from regard.normalizers import Choice
-from regard.score_function import ScoreFunction
-from regard.scores import is_finite, is_real
 
 LARGEST = 1e20  # of a temperature, a soft cap and their inverses: logits then stay within float32
 
@@ -130,7 +130,7 @@ def check_score_mod(score_mod: Any, softcap: float | None) -> tuple[float | None
     if score_mod is None:
         return softcap, None
     if not isinstance(score_mod, ScoreFunction):
-        raise TypeError(f"score_mod must be a regard.ScoreFunction or None, got {type(score_mod).__name__}")
+        raise TypeError(f"score_mod must be a regard.bias.ScoreFunction or None, got {type(score_mod).__name__}")
     if softcap is not None:
         raise ValueError("softcap and score_mod both change the scores before the bias; give one of them")
     cap = check_softcap(score_mod.softcap)

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard import normalizers, score_function
+from regard import normalizers
+from regard._call import score_function
+from regard._call.score_function import ScoreFunction
 from regard._facts.dtypes import accumulator
 from regard.normalizers import Choice
-from regard.score_function import ScoreFunction
 
 
 class Mark(NamedTuple):

@@ -80,7 +80,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, ret
             `regard.temperature`.
             A number must lie between 1e-20 and 1e20. Rows whose logits s/T overflow may be NaN.
         softcap: c in c·tanh(x/c), before bias and temperature.
-        score_mod: a `regard.ScoreFunction` f(s, i, j, h, …), which takes the place of the soft cap.
+        score_mod: a `regard.bias.ScoreFunction` f(s, i, j, h, …), which takes the place of the soft cap.
         sink: a logit, or one per head, that joins the denominator after the temperature; softmax and softmax1 only.
         window: (left, right), None for no limit: query i sees keys i − left … i + right.
         key_lengths: (B,) ints: keys from key_lengths[b] on are hidden.

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from regard._call.arguments import AttentionOptions
+from regard._call.mask.mask import Mask
 from regard._call.mask.parts import Intervals
 from regard.bias import Bias
-from regard.mask import Mask
 from regard.normalizers import Choice
 from regard.statistics import Statistics
 

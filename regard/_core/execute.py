@@ -26,7 +26,7 @@ from regard._core.prepare import Call
 from regard._facts.modes import is_plain_eager, is_transformed
 from regard._facts.readable import is_mapped
 from regard.statistics import Statistics
-from regard.temperature import Rows, visible_keys
+from regard.temperature.rows import Rows, visible_keys
 
 opened_rows = WeakIdKeyDictionary()  # mask given to torch -> rows that see no key: opened there, zeroed afterwards
 MOVED = ("max_logit", "mean_logit", "logsumexp")  # by a number that is added to every score of a row

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import regard
+from regard._call.scores import resolve_scale, soft_cap
 from regard._core.gate import apply_gate
 from regard.health.capture.call import Call, merge_mask_and_bias
-from regard.scores import resolve_scale, soft_cap
 
 DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8, "bf16": torch.bfloat16,

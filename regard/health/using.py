@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from regard import normalizers
 from regard._call.arguments import check_name
 from regard._call.options import check_softcap, is_real
+from regard._call.scores import resolve_scale
 from regard.health.capture.call import Call
 from regard.health.capture.guard import Refused
 from regard.health.capture.interception import Interception, check_model, running_frame
 from regard.health.what_if import WhatIf
 from regard.nn.validation import check_gates
-from regard.scores import resolve_scale
-from regard.temperature import unsized
+from regard.temperature.named import unsized
 
 
 class CopyWarning:
@@ -72,7 +72,7 @@ class using:
         temperature: a number, a tensor, "ssmax", "adaptive", or a policy such as `regard.temperature.SSMax(0.5)`.
         scale: a number, "sqrt", "inverse", "none" or a tensor per head.
         softcap: a positive number.
-        qk_norm: divide queries and keys by their root mean square first, as `regard.qk_norm` does; the scale is 1/√d
+        qk_norm: divide queries and keys by their root mean square first, as `regard.nn.qk_norm` does; the scale is 1/√d
             then unless `scale` is given, whatever the model's was (1 where its queries were multiplied before).
         gate: "head" or "element": multiply the heads' outputs by σ of a linear layer of the module's input, one gate
             per head or per element (arXiv 2505.06708), for training from scratch. The layers are made in the first

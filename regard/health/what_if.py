@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from regard import normalizers
+from regard._call.scores import SCALES
 from regard._core.rows.qk_norm import qk_norm
 from regard.health.capture.call import Call
 from regard.health.precision import WHAT, Rounding
-from regard.scores import SCALES
 from regard.temperature import SSMax
 
 FORMS = (

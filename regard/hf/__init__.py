@@ -31,7 +31,7 @@ except ImportError as error:
 from regard.hf.attention import attention_forward, reading
 from regard.hf.self_check import check_architecture
 
-__all__ = ["attention_forward", "reading", "register", "unregister"]
+__all__ = ["reading", "register", "unregister"]
 
 NAME = "regard"
 NEEDS_FLOAT_MASK = {"deepseek_v4"}  # it joins its additive block bias to the mask in the mask's dtype

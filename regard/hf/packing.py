@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from regard._call.mask.documents import document_mask, find_starts, recall
+from regard._call.mask.mask import Mask
 from regard._call.mask.parts import check_cu_seqlens
-from regard.mask import Mask
 
 
 def mask_of_documents(

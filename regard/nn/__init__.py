@@ -1,7 +1,7 @@
 """Multi-head attention as a module: four scores, any normaliser, every statistic of `regard.attention`."""
 
+from regard._core.rows.qk_norm import qk_norm
 from regard.nn.differential import DifferentialAttention
 from regard.nn.multihead import Cache, MultiheadAttention
-from regard.nn.validation import GATES, SCORES
 
-__all__ = ["GATES", "SCORES", "Cache", "DifferentialAttention", "MultiheadAttention"]
+__all__ = ["Cache", "DifferentialAttention", "MultiheadAttention", "qk_norm"]

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
+from regard._call.mask.dense import blanked, dense
 from regard._call.options import check_policy_result, check_temperature
+from regard._call.scores import soft_cap
 from regard._core.rows.functions import normalize
 from regard._facts.modes import is_transformed
-from regard.masks import blanked, dense
-from regard.scores import soft_cap
-from regard.temperature import Rows
+from regard.temperature.rows import Rows
 
 BLOCK = 64  # queries scored at once
 

@@ -14,19 +14,19 @@ from torch.nn import functional as F
 from regard import normalizers, statistics
 from regard._call.arguments import AttnMask
 from regard._call.mask.documents import pack_documents
+from regard._call.mask.mask import Mask
 from regard._call.mask.visible import check_window
+from regard._call.scores import is_positive, is_real
 from regard._call.validation import check_flag
 from regard._core.attention import attention
 from regard._core.gate import apply_gate
 from regard._core.rows.qk_norm import qk_norm
 from regard._facts.readable import is_mapped
 from regard.bias import forgetting
-from regard.mask import Mask
 from regard.nn import additive, torch_weights, validation
 from regard.nn.learned_parameter import LearnedParameter
 from regard.nn.visibility import Visibility
-from regard.scores import is_positive, is_real
-from regard.temperature import named
+from regard.temperature.named import named
 
 
 class Cache(NamedTuple):
@@ -61,8 +61,8 @@ class MultiheadAttention(nn.Module):
         temperature: None, a number, "learned" (per head, starts at 1), "ssmax" (learned per head), "adaptive",
             "query_dependent", "asentmax", or a policy of `regard.temperature`, whose parameters are then the module's.
         softcap: c in c·tanh(x/c), or None.
-        score_mod: a `regard.ScoreFunction` in the place of the soft cap, or None; not with score="additive". Its params
-            that are nn.Parameters become the module's, as `score_params`.
+        score_mod: a `regard.bias.ScoreFunction` in the place of the soft cap, or None; not with score="additive". Its
+            params that are nn.Parameters become the module's, as `score_params`.
         sink: True adds a learned logit per head to softmax's denominator.
         gate: "head" or "element": the heads' outputs are multiplied by σ of a linear layer of the query, one gate per
             head or per element (arXiv 2505.06708). Statistics are those before the gate.

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from regard._call.arguments import AttnMask, Window
 from regard._call.mask.attn_mask import GivenMask, densify, split_attn_mask
+from regard._call.mask.mask import Mask
 from regard._call.mask.visible import check_key_lengths, check_mask, check_window
-from regard.mask import Mask
 
 
 class Visibility(NamedTuple):

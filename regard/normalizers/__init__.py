@@ -32,10 +32,7 @@ from regard.normalizers._families import Pointwise, Ratio, Threshold
 from regard.normalizers._language import jit, speak, tl, torch_words
 from regard.normalizers._record import NEAREST, Normalizer, Parameter
 
-__all__ = [
-    "BrokenFile", "Choice", "Normalizer", "Parameter", "Pointwise", "Ratio", "Threshold", "discover", "file_of", "get",
-    "jit", "names", "tl",
-]  # fmt: skip
+__all__ = ["Normalizer", "Parameter", "Pointwise", "Ratio", "Threshold", "discover", "get", "jit", "names", "tl"]
 
 _members: dict[str, Normalizer] = {}
 _files: dict[str, Path] = {}  # where each was found

@@ -3,15 +3,13 @@
     shard, unshard   a whole tensor to this rank's shard, and back
     attention        regard.attention on shards: every option, normaliser, statistic and gradient
     decode           a few queries that every rank has against sharded keys
-    traffic          counts what a rank sends
     RankError        contact with another rank was lost
 
 docs/developers/parallel.md has the cost of each, in time, bytes and memory.
 """
 
-from regard.parallel import traffic
 from regard.parallel.group import RankError
 from regard.parallel.layout import shard, unshard
 from regard.parallel.sharded import attention, decode
 
-__all__ = ["RankError", "attention", "decode", "shard", "traffic", "unshard"]
+__all__ = ["RankError", "attention", "decode", "shard", "unshard"]

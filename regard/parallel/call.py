@@ -10,11 +10,11 @@ from torch import Tensor
 
 from regard._call.arguments import AttentionOptions
 from regard._call.mask.attn_mask import split_attn_mask
+from regard._call.mask.mask import Mask
 from regard._call.mask.visible import Visible, resolve_mask
 from regard._core.dispatch import find_on_request
 from regard._core.dtensor import is_dtensor
 from regard._core.prepare import Call, prepare
-from regard.mask import Mask
 from regard.parallel.group import RankGroup
 from regard.parallel.handshake import compare_calls, sketch, sketches_match, summarize
 from regard.parallel.layout import Spans, check_layout, count_positions, merge_spans, spans_of_lengths

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from regard.mask import Mask
+from regard._call.mask.mask import Mask
 from regard.parallel.group import RankGroup
 
 NUMBERS = 48  # in every handshake, so that calls of different functions can be compared too

@@ -19,7 +19,7 @@ from regard.parallel.group import Group, RankGroup
 from regard.parallel.plan import Plan
 from regard.parallel.schemes import ring, tree
 from regard.statistics import Statistics
-from regard.temperature import Rows, visible_keys
+from regard.temperature.rows import Rows, visible_keys
 
 
 @takes_options

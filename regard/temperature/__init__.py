@@ -18,12 +18,7 @@ from regard.temperature.adaptive import Adaptive
 from regard.temperature.asentmax import ASEntmax
 from regard.temperature.fixed import Fixed
 from regard.temperature.learned import Learned
-from regard.temperature.named import NAMES, named, unsized
 from regard.temperature.query_dependent import QueryDependent
-from regard.temperature.rows import Rows, visible_keys
 from regard.temperature.ssmax import SSMax
 
-__all__ = [
-    "NAMES", "ASEntmax", "Adaptive", "Fixed", "Learned", "QueryDependent", "Rows", "SSMax", "named", "unsized",
-    "visible_keys",
-]  # fmt: skip
+__all__ = ["ASEntmax", "Adaptive", "Fixed", "Learned", "QueryDependent", "SSMax"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from regard.scores import is_real
+from regard._call.scores import is_real
 from regard.temperature.rows import Rows
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard.scores import is_real
+from regard._call.scores import is_real
 from regard.temperature.rows import Rows, check_queries, check_sizes
 
 

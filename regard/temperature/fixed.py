@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from regard.scores import is_positive
+from regard._call.scores import is_positive
 from regard.temperature.rows import Rows
 
 

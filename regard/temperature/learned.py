@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from regard.scores import is_positive
+from regard._call.scores import is_positive
 from regard.temperature.rows import Rows, check_sizes
 
 LARGEST = 87.0  # of |θ|: T stays finite and positive in float32

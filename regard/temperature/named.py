@@ -26,7 +26,7 @@ def named(
     """Return a policy for `heads` heads of width `head_dim`; all but "adaptive" learn parameters per head.
 
     >>> import regard
-    >>> regard.temperature.named("ssmax", heads=2, head_dim=4)
+    >>> regard.temperature.named.named("ssmax", heads=2, head_dim=4)
     SSMax(s=[0.43, 0.43], learn=True)
     """
     place: dict[str, Any] = dict(device=device, dtype=dtype)
@@ -44,7 +44,7 @@ def unsized(name: str) -> nn.Module:
     """Return a policy without parameters, for any number of heads: "ssmax" or "adaptive".
 
     >>> import regard
-    >>> regard.temperature.unsized("ssmax")
+    >>> regard.temperature.named.unsized("ssmax")
     SSMax(s=[0.43], learn=False)
     """
     _check_name(name)

@@ -8,8 +8,8 @@ import numbers
 import torch
 from torch import Tensor, nn
 
+from regard._call.scores import is_positive
 from regard._facts.readable import has_no_values
-from regard.scores import is_positive
 from regard.temperature.rows import Rows
 
 SMALLEST = 1e-3  # of |s|: T stays finite and positive

@@ -10,7 +10,7 @@ from attention_data import qkv
 from score_functions import FADE
 
 import regard
-from regard.scores import resolve_scale
+from regard._call.scores import resolve_scale
 
 
 def test_op_passes_opcheck():

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import regard
 from regard import normalizers
+from regard._call.mask.dense import dense
 
 
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])
@@ -171,5 +172,5 @@ def test_causal_order_beside_a_window_sees_what_both_show(window, is_causal):
         [(left is None or j >= i - left) and (right is None or j <= i + right) and (j <= i or not is_causal)
          for j in range(7)] for i in range(2, 7)
     ])  # fmt: skip
-    given = regard.masks.dense(5, 7, is_causal=is_causal, window_=window, first=2)
+    given = dense(5, 7, is_causal=is_causal, window_=window, first=2)
     assert torch.equal(torch.ones(5, 7, dtype=torch.bool) if given is None else given, seen)

@@ -10,7 +10,7 @@ import torch
 from score_functions import ALL, FADE, alibi, constant_slope, fade, written_out
 
 import regard
-from regard import ScoreFunction
+from regard.bias import ScoreFunction
 from regard.normalizers import jit, tl
 
 pytest.importorskip("numba")
@@ -299,7 +299,7 @@ def test_a_function_inside_another_cannot_be_pickled():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (dict(score_mod=doubled), TypeError, "score_mod must be a regard.ScoreFunction"),
+        (dict(score_mod=doubled), TypeError, "score_mod must be a regard.bias.ScoreFunction"),
         (dict(score_mod=FADE, softcap=2.0), ValueError, "softcap and score_mod"),
         (dict(score_mod=FADE.with_params(torch.ones(3))), ValueError, r"params\[0\] of score_mod"),
         (dict(score_mod=FADE, backend="torch"), ValueError, "a score function"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import regard
 from regard import normalizers
-from regard.scores import resolve_scale
+from regard._call.scores import resolve_scale
 
 pytest.importorskip("numba")
 

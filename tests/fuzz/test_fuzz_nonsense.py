@@ -39,7 +39,7 @@ CALLS = {
         normalizer="softmax", temperature=None, softcap=None, score_mod=None, sink=None, window=None, key_lengths=None,
         return_stats=False, backend=None,
     ),
-    regard.qk_norm: dict(q=q, k=q, eps=1e-6),
+    regard.nn.qk_norm: dict(q=q, k=q, eps=1e-6),
     regard.attention_path: dict(q=q, k=q, v=q, attn_mask=None, is_causal=False, window=None, backend=None),
     regard.statistics.of_scores: dict(scores=z, visible=None, normalizer="softmax", sink=None, first=0),
     regard.statistics.of_weights: dict(weights=z, scores=None, normalizer="softmax", visible=None),
@@ -63,8 +63,8 @@ CALLS = {
         dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, scale=None,
         normalizer="softmax", temperature=None, score_mod=None, sink=None, return_stats=False, backend=None,
     ),
-    regard.ScoreFunction.soft_cap: dict(cap=2.0),
-    regard.ScoreFunction: dict(value=score_functions.fade, slope=score_functions.constant_slope, params=(0.3,)),
+    regard.bias.ScoreFunction.soft_cap: dict(cap=2.0),
+    regard.bias.ScoreFunction: dict(value=score_functions.fade, slope=score_functions.constant_slope, params=(0.3,)),
 }  # fmt: skip
 JUNK = [
     None, "", "softmaxx", "entmax(alpha=9)", -1, 0, 7, 2.5, -0.5, math.nan, math.inf, -math.inf, 1 + 2j, True, object(),

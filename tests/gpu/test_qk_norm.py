@@ -16,7 +16,7 @@ def test_output_and_gradients(dtype, limit, width):
     found = []
     for x in (projection, wide):
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=x is projection):
-            normed = torch.stack(regard.qk_norm(*(x[:, :, at].transpose(1, 2) for at in (0, 1))))
+            normed = torch.stack(regard.nn.qk_norm(*(x[:, :, at].transpose(1, 2) for at in (0, 1))))
         found.append((normed, torch.autograd.grad(normed, x, up.to(x.dtype))[0]))
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == dtype

@@ -53,7 +53,7 @@ def test_decoding():
 
 def test_a_soft_cap_keeps_the_hopper_kernel_and_others_say_why_not():
     q, k, v = (torch.randn(1, 4, 1024, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    capped = regard.ScoreFunction.soft_cap(30.0)
+    capped = regard.bias.ScoreFunction.soft_cap(30.0)
     ours, option = (regard.attention(q, k, v, **x) for x in (dict(score_mod=capped), dict(softcap=30.0)))
     assert torch.equal(ours, option)
     if "not hopper" not in regard.attention_path(q, k, v, softcap=30.0).reason:

@@ -53,7 +53,7 @@ def test_qk_norm_is_what_its_what_if_told():
     with regard.using(model, qk_norm=True):
         used, output = regard.examine(model, [x]).heads, model(x)
     assert [head.to_json()["statistics"] for head in used] == [head.to_json()["statistics"] for head in told]
-    q, k = regard.qk_norm(x, x)
+    q, k = regard.nn.qk_norm(x, x)
     torch.testing.assert_close(output, regard.attention(q, k, x))
     with regard.using(model, qk_norm=True, scale=0.1):
         torch.testing.assert_close(model(x), regard.attention(q, k, x, scale=0.1))

@@ -37,9 +37,9 @@ def reference(module: nn.MultiheadAttention, x, mask, **changes):
     )
     q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in (q, k, v))
     if changes.pop("qk_norm", False):
-        q, k = regard.qk_norm(q, k)
+        q, k = regard.nn.qk_norm(q, k)
     if changes.get("temperature") == "adaptive":
-        changes["temperature"] = regard.temperature.unsized("adaptive")
+        changes["temperature"] = regard.temperature.named.unsized("adaptive")
     o, p = regard.reference.attention(q, k, v, mask, **changes)
     out = module.out_proj
     return nn.functional.linear(o.transpose(1, 2).flatten(2), out.weight.double(), out.bias.double()), p

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import regard
-from regard.nn import GATES, SCORES, MultiheadAttention
+from regard.nn import MultiheadAttention
+from regard.nn.validation import GATES, SCORES
 
 WIDTH, HEADS, LENGTH = 16, 4, 6
 

@@ -8,6 +8,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import regard
 from regard.nn import Cache, MultiheadAttention
+from regard.nn.validation import SCORES
 
 
 @pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 10}, {"bias": False}])
@@ -57,7 +58,7 @@ def test_a_state_dict_survives_a_change_of_normaliser():
         assert torch.equal(other.q_proj.weight, first.q_proj.weight)
 
 
-@pytest.mark.parametrize("score", regard.nn.SCORES)
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("normalizer", ["softmax", "entmax15", "sigmoid"])
 def test_scores_learn_and_are_what_they_say(score, normalizer):
     layer = MultiheadAttention(8, 2, kv_heads=1, score=score, normalizer=normalizer, temperature="learned").double()
@@ -81,7 +82,7 @@ def test_scores_learn_and_are_what_they_say(score, normalizer):
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
-@pytest.mark.parametrize("score", regard.nn.SCORES)
+@pytest.mark.parametrize("score", SCORES)
 def test_a_cache_continues_the_sequence(score):
     layer = MultiheadAttention(8, 2, score=score).eval()
     x = torch.randn(2, 7, 8)
@@ -164,7 +165,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("score", regard.nn.SCORES)
+@pytest.mark.parametrize("score", SCORES)
 def test_policies_learn_inside_every_score(policy, score):
     layer = MultiheadAttention(8, 2, score=score, sink=True, softcap=5.0, temperature=POLICIES[policy]())
     x = torch.randn(2, 5, 8)
@@ -294,7 +295,7 @@ def test_an_entropy_penalty_reaches_additive_scores():
     torch.testing.assert_close((slope * step).sum(), (above - below) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("score", regard.nn.SCORES)
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(
     ("options", "error", "word"),
     [
@@ -313,7 +314,7 @@ def test_every_score_refuses_the_same_nonsense(score, options, error, word):
         MultiheadAttention(8, 2, score=score)(X, **options)
 
 
-@pytest.mark.parametrize("score", regard.nn.SCORES)
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(
     ("policy", "error", "word"),
     [
@@ -328,14 +329,14 @@ def test_every_score_checks_its_temperature(score, policy, error, word):
         MultiheadAttention(8, 2, score=score, temperature=policy)(X)
 
 
-@pytest.mark.parametrize("score", regard.nn.SCORES)
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("mask", [torch.tensor([True, False, True, True, False]), torch.linspace(-1.0, 1.0, 5)])
 def test_a_mask_may_have_one_dimension(score, mask):
     layer, x = MultiheadAttention(8, 2, score=score), torch.randn(2, 5, 8)
     torch.testing.assert_close(layer(x, attn_mask=mask), layer(x, attn_mask=mask.expand(5, 5)))
 
 
-@pytest.mark.parametrize("score", regard.nn.SCORES)
+@pytest.mark.parametrize("score", SCORES)
 def test_no_queries_have_all_their_statistics(score):
     layer = MultiheadAttention(8, 2, score=score)
     out, stats = layer(torch.randn(2, 0, 8), torch.randn(2, 3, 8), return_stats=True)

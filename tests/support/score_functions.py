@@ -52,10 +52,10 @@ def bend_slope(s, i, j, h):
     return 1.0 + tl.where(j > i, 0.5, 0.25) * s / tl.sqrt(1.0 + s * s)
 
 
-FADE = regard.ScoreFunction(fade, constant_slope, (0.3,))
-CLAMP = regard.ScoreFunction(clamp, clamp_slope, (-1.0, 2.0))
-BEND = regard.ScoreFunction(bend, bend_slope)
-CAP = regard.ScoreFunction.soft_cap(torch.tensor([1.5]))  # one tensor: not the option softcap
+FADE = regard.bias.ScoreFunction(fade, constant_slope, (0.3,))
+CLAMP = regard.bias.ScoreFunction(clamp, clamp_slope, (-1.0, 2.0))
+BEND = regard.bias.ScoreFunction(bend, bend_slope)
+CAP = regard.bias.ScoreFunction.soft_cap(torch.tensor([1.5]))  # one tensor: not the option softcap
 ALL = {"fade": FADE, "clamp": CLAMP, "bend": BEND, "cap": CAP}
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import regard
-from regard.temperature import ASEntmax, named, unsized
+from regard.temperature import ASEntmax
+from regard.temperature.named import named, unsized
+from regard.temperature.rows import Rows
 
 
 def draw_policy(**options):
@@ -48,7 +50,7 @@ def test_larger_gamma_sharpens_longer_rows():
     with torch.no_grad():
         policy.gamma_bias.fill_(10.0)
     counts = torch.tensor([[[4.0, 64.0, 4096.0]]])
-    rows = regard.temperature.Rows(torch.zeros(1, 1, 3, 4), lambda names: {})
+    rows = Rows(torch.zeros(1, 1, 3, 4), lambda names: {})
     expected = 1.0 / (1.0 + torch.log(torch.tensor(2.0)) * counts.log())
     torch.testing.assert_close(policy(counts, rows), expected)
 

@@ -14,7 +14,10 @@ from torch import nn
 
 import regard
 from regard._call.problem import Problem
-from regard.temperature import Adaptive, Fixed, Learned, QueryDependent, SSMax, named, unsized, visible_keys
+from regard.nn.validation import SCORES
+from regard.temperature import Adaptive, Fixed, Learned, QueryDependent, SSMax
+from regard.temperature.named import NAMES, named, unsized
+from regard.temperature.rows import visible_keys
 
 HEADS, WIDTH = 4, 5
 
@@ -240,7 +243,7 @@ def test_qk_norm_inside_a_model_by_using():
     model = Plain()
     with regard.using(model, qk_norm=True):
         out = model(q, k, v)
-    normed = regard.qk_norm(q, k)
+    normed = regard.nn.qk_norm(q, k)
     assert torch.allclose(out, regard.reference.attention(*normed, v, enable_gqa=True)[0], atol=1e-10)
 
 
@@ -309,19 +312,19 @@ def test_qk_norm_of_zeros_and_of_huge_tokens():
     x = torch.randn(1, 2, 5, 8)
     x[:, :, 1] = 0.0
     x = x.requires_grad_()
-    q, k = regard.qk_norm(x, 3.0 * x)
+    q, k = regard.nn.qk_norm(x, 3.0 * x)
     mask = torch.tensor([True, False, True, True, True])
     regard.attention(q, k, x, mask)[:, :, 2:].square().sum().backward()
     assert x.grad.isfinite().all()
-    torch.testing.assert_close(regard.qk_norm(1e15 * x, x)[0], q, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(regard.nn.qk_norm(1e15 * x, x)[0], q, rtol=1e-5, atol=1e-6)
     small = torch.full((4,), 1e-6)  # as large as eps: over √(eps² + eps²)
-    torch.testing.assert_close(regard.qk_norm(small, small)[0], torch.full((4,), math.sqrt(0.5)))
+    torch.testing.assert_close(regard.nn.qk_norm(small, small)[0], torch.full((4,), math.sqrt(0.5)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_qk_norm_bounds_the_logits_and_is_the_modules_cosine(dtype):
     q, k, v = (1e3 * x.detach().to(dtype) for x in qkv())
-    normed = regard.qk_norm(q, k)
+    normed = regard.nn.qk_norm(q, k)
     _, stats = regard.attention(*normed, v, enable_gqa=True, return_stats=("max_logit",))
     assert stats.max_logit.max() <= math.sqrt(WIDTH) * (1 + 2 * torch.finfo(dtype).eps)
     cosine = nn.functional.cosine_similarity(
@@ -356,7 +359,7 @@ def test_keys_are_counted_over_more_queries_than_a_block(hiding, first_query, fi
     assert torch.equal(visible_keys(problem), wanted.float())
 
 
-@pytest.mark.parametrize("name", regard.temperature.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_policy_can_be_made_on_meta_and_filled_later(name):
     with torch.device("meta"):
         empty = regard.nn.MultiheadAttention(8, 2, temperature=name)
@@ -378,7 +381,7 @@ def test_a_learned_temperature_stays_positive_and_finite(theta, score, dtype):
     assert bool(out.isfinite().all()) and bool(layer.temperature.log_temperature.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("name", [None, *regard.temperature.NAMES])
+@pytest.mark.parametrize("name", [None, *NAMES])
 @pytest.mark.parametrize("score", ["scaled_dot", "additive"])
 def test_parameters_that_are_nan_show_in_the_loss(name, score):
     layer = regard.nn.MultiheadAttention(8, 2, score=score, temperature=name)
@@ -389,7 +392,7 @@ def test_parameters_that_are_nan_show_in_the_loss(name, score):
         regard.attention(*torch.randn(3, 1, 2, 5, 4), temperature=torch.tensor(math.nan))
 
 
-@pytest.mark.parametrize("score", regard.nn.SCORES)
+@pytest.mark.parametrize("score", SCORES)
 def test_ssmax_for_other_heads_is_named(score):
     layer = regard.nn.MultiheadAttention(8, 2, score=score, temperature=SSMax(torch.ones(4)))
     with pytest.raises(ValueError, match="SSMax with s of 4 heads got queries of 2"):

@@ -18,9 +18,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any, NamedTuple
 
+from regard._call.score_function import ScoreFunction
 from regard.normalizers import Choice, Normalizer
 from regard.normalizers._language import source, speak, tl
-from regard.score_function import ScoreFunction
 
 
 class Bundle(NamedTuple):

@@ -13,11 +13,11 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
+from regard._call.mask.mask import Mask
 from regard._call.mask.parts import Intervals, Packed, check_cu_seqlens, find_longest, reach_of
 from regard._facts.modes import is_plain_eager
 from regard._facts.readable import readable
 from regard._facts.remember import remember
-from regard.mask import Mask
 
 Ints = Tensor | Sequence[int]
 Sides = tuple[int | None, int | None]

@@ -4,7 +4,7 @@
 `reach`, where a part has one, is a window that holds them all, in plain ints: kernels size scratch and are chosen by
 it, as the bounds themselves may be known to a GPU alone.
 
-A new part is a class here, in the union `Part`, and a method of `regard.Mask` that makes it (`regard/mask.py`). Kernels
+A new part is a class here, in the union `Part`, and a method of `regard.Mask` that makes it (`mask.py`). Kernels
 then read it as an interval per query (on a GPU `visibility.py`, on Hopper `hopper/spans.py`). One that is a causal
 order, window or length for every query folds into those in `visible.py`, which is faster.
 """

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regard._call.mask.attn_mask import GivenMask, find_positions
+from regard._call.mask.mask import Mask
 from regard._call.mask.parts import (
     INTEGERS,
     Causal,
@@ -24,7 +25,6 @@ from regard._call.mask.parts import (
 )
 from regard._call.validation import check_dense, fits, is_float
 from regard._facts.readable import readable
-from regard.mask import Mask
 
 
 @dataclass

@@ -27,7 +27,6 @@ def fenchel_young(
     logits: Tensor,
     target: Tensor,
     normalizer: str | Choice,
-    theta: Tensor | None,
     ignore_index: int,
     reduction: str,
     backend: str | None = None,
@@ -37,18 +36,19 @@ def fenchel_young(
     check_reduction(reduction)
     ignore_index = check_ignore_index(ignore_index)
     target = check_target(target, logits, ignore_index)
-    losses = _evaluate(logits, target, normalizer, theta, ignore_index, backend)
+    losses = _evaluate(logits, target, normalizer, ignore_index, backend)
     return reduce_losses(losses, target != ignore_index, reduction)
 
 
 def potential(logits: Tensor, normalizer: str = "softmax") -> Tensor:
     """Ω*(z) of logits (…, n), log Σ exp(z) for softmax; its gradient is p, written in one pass."""
     check_logits(logits)
-    return _evaluate(logits, None, normalizer, None, -100, None)
+    return _evaluate(logits, None, normalizer, -100, None)
 
 
-def _evaluate(logits: Tensor, target: Tensor | None, normalizer, theta, ignore_index: int, backend) -> Tensor:
+def _evaluate(logits: Tensor, target: Tensor | None, normalizer, ignore_index: int, backend) -> Tensor:
     choice = check_choice(normalizer).simplest
+    choice, theta = choice.plain, choice.theta if isinstance(choice.theta, Tensor) else None
     backend = choose_rows_backend(logits.device, backend)
     kind = accumulator(logits.dtype)
     if theta is not None:

@@ -23,7 +23,7 @@ def qk_norm(q: Tensor, k: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """q and k over their root mean square: with the scale 1/√d logits are √d·cos, whatever the norms were.
 
     >>> import regard, torch
-    >>> q, k = regard.qk_norm(1e4 * torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
+    >>> q, k = regard.nn.qk_norm(1e4 * torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
     >>> _, stats = regard.attention(q, k, k, return_stats=("max_logit",))
     >>> bool((stats.max_logit <= 4.0 + 1e-4).all())
     True

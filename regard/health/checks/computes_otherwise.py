@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard._call.scores import resolve_scale
 from regard.health.capture.call import Call
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.probe import CapturedCall, relative_change
 from regard.health.probe.trial import TOLERANCE, Trial
-from regard.scores import resolve_scale
 
 Reading = tuple[str, Callable[[], Tensor | None]]
 LEAST = 1e-3  # relative difference of the outputs, at least

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard._call.scores import resolve_scale
 from regard.health.capture.call import Call
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.probe import change_calls
 from regard.health.probe.task import MASKED, NEXT, Task
 from regard.health.probe.trial import Trial
-from regard.scores import resolve_scale
 
 SCALE = Rule(
     "RG402", "scale off", "no other wiring of q, k and v lowers the loss", "warning", needs="a loss",

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from regard._call.scores import resolve_scale
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.configuration import LayerConfig, layer_config, yarn_scale
 from regard.health.probe.probe import CapturedCall, Key
 from regard.health.probe.projections import Inside, capture_inside, length_ratio
 from regard.health.probe.trial import Trial
-from regard.scores import resolve_scale
 from regard.table import format_number
 
 OFF = 5e-3  # relative difference of two scales

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from regard._call.scores import resolve_scale, soft_cap
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.configuration import layer_config
 from regard.health.probe.probe import CapturedCall
 from regard.health.probe.trial import Trial
-from regard.scores import resolve_scale, soft_cap
 from regard.table import format_number
 
 NAMES = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")

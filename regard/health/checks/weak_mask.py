@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regard._call.scores import resolve_scale
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.probe import CapturedCall
 from regard.health.probe.trial import Trial
-from regard.scores import resolve_scale
 from regard.table import format_number
 
 ROUNDING = 1e-4  # relative to the largest number that is compared

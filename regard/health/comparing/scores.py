@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from regard._call.arguments import AttentionOptions
+from regard._call.scores import resolve_scale, soft_cap
 from regard._core.execute import apply_policy
 from regard._core.prepare import prepare
 from regard.health.capture.call import Call
 from regard.normalizers import Choice, get
 from regard.reference import joined_mask, with_sink
-from regard.scores import resolve_scale, soft_cap
 
 LARGEST = 2**26  # scores of a call that are written out
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from regard._call.scores import resolve_scale
 from regard.health.capture.call import Call
 from regard.health.measure.layer_reading import LayerReading, parts_of
 from regard.health.measure.side_stream import copy_to_host
 from regard.nn.projections import output_weight
-from regard.scores import resolve_scale
 
 if TYPE_CHECKING:
     from regard.health.measure.recorder import Layer

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from regard._call.scores import resolve_scale
 from regard.health.capture.call import Call
 from regard.health.measure import norms
 from regard.health.measure.layer_reading import LayerReading, empty_sums, parts_of
 from regard.health.measure.recorder import BatchReading
-from regard.scores import resolve_scale
 from regard.statistics import NAMES, stack
 
 MOST_BYTES = 2**28  # of copies; beyond, calls are measured while the forward still runs

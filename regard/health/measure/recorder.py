@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import regard
+from regard._call.scores import resolve_scale
 from regard.health.capture.call import MAX_USES, Call, UseCounter, forget_derived, in_torch_layout
 from regard.health.capture.interception import forward_token, running_frame, uncaptured
 from regard.health.checks.eval_dropout import DROPS
@@ -22,7 +23,6 @@ from regard.health.measure.gates import gate_sums, gates_of_heads
 from regard.health.measure.layer_reading import LayerReading
 from regard.health.measure.side_stream import HostCopies, SideStream, record_event
 from regard.health.what_if import WhatIf
-from regard.scores import resolve_scale
 
 HEADS_CHANGE = "its number of heads changes from call to call"
 ROOM = 1 / 16  # of a GPU's free memory, which calls may hold until the forward is over

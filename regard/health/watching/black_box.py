@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard._call.scores import resolve_scale
 from regard.health.capture.call import Call, causal_rows, select_rows
 from regard.health.report import files
 from regard.health.watching.incidents import Incident, group_of
-from regard.scores import resolve_scale
 
 SAMPLES = 64  # that are kept
 KEYS = 16  # of a row, the largest

@@ -192,7 +192,7 @@ def test_what_no_query_sees_changes_nothing():
 def reference_visible(problem, visible):
     window = None if problem.left is None and problem.right is None else (problem.left, problem.right)
     m, n = visible.shape
-    interval = reference.masks.dense(m, n, is_causal=problem.causal, window_=window, key_lengths=problem.key_lengths)
+    interval = reference.dense.dense(m, n, is_causal=problem.causal, window_=window, key_lengths=problem.key_lengths)
     seen = visible if interval is None else visible & interval
     seen = seen if problem.mask is None else seen & problem.mask
     return seen.expand(*problem.q.shape[:-1], n)

@@ -10,7 +10,7 @@ from typing import Any
 
 from regard._backends.cpu.attention.forward_rows import visible_columns
 from regard._backends.cpu.jit.compile import kernel, prim, real, tile
-from regard.score_function import ScoreFunction
+from regard._call.score_function import ScoreFunction
 
 _kernels: dict[tuple, tuple[ScoreFunction, Callable]] = {}
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention.tiles import HIDDEN, load_rows, number, wide
-from regard.score_function import tanh
+from regard._call.score_function import tanh
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from regard._backends.gpu.attention import key_loop, tau_estimate, tiles, visibility
 from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E
-from regard.score_function import tanh
+from regard._call.score_function import tanh
 
 
 @triton.jit

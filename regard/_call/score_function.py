@@ -50,7 +50,7 @@ class ScoreFunction:
     >>> @jit
     ... def fade_slope(s, i, j, h, rate):
     ...     return 1.0
-    >>> recent = regard.ScoreFunction(fade, fade_slope, params=(torch.tensor([0.5, 2.0]),))  # one rate per head
+    >>> recent = regard.bias.ScoreFunction(fade, fade_slope, params=(torch.tensor([0.5, 2.0]),))  # one rate per head
     >>> x = torch.randn(1, 2, 6, 8)
     >>> out, stats = regard.attention(x, x, x, is_causal=True, score_mod=recent, return_stats=True)
 
@@ -100,7 +100,7 @@ class ScoreFunction:
         """c·tanh(s/c), the identity near 0 and never beyond ±c; of one number the same call as `softcap=cap`.
 
         >>> import regard
-        >>> regard.ScoreFunction.soft_cap(50.0)
+        >>> regard.bias.ScoreFunction.soft_cap(50.0)
         ScoreFunction(cap_score, params=[50])
         """
         least = min(_readable(cap), default=1.0) if isinstance(cap, Tensor) and cap.ndim else _readable(cap)
@@ -123,7 +123,7 @@ class ScoreFunction:
         """Return the same function with other parameters.
 
         >>> import regard
-        >>> regard.ScoreFunction.soft_cap(50.0).with_params(30.0).params
+        >>> regard.bias.ScoreFunction.soft_cap(50.0).with_params(30.0).params
         (30.0,)
         """
         if len(params) != len(self.params):
@@ -151,7 +151,7 @@ class ScoreFunction:
         """Return value(s, i, j, h, *params) of scores s (…, H, M, N), by torch; i and j broadcast to (M, N).
 
         >>> import regard, torch
-        >>> cap = regard.ScoreFunction.soft_cap(2.0)
+        >>> cap = regard.bias.ScoreFunction.soft_cap(2.0)
         >>> cap.modify(torch.tensor([[0.0, 1e3]]), torch.zeros(1, 1), torch.arange(2))
         tensor([[0., 2.]])
         """
@@ -220,7 +220,7 @@ class ScoreFunction:
 def find(key: str) -> ScoreFunction:
     """Return the function with this key, made in this process: a saved graph needs the file that makes it."""
     if key not in _made:
-        raise LookupError(f"score_mod {key} is not known in this process; make its regard.ScoreFunction first")
+        raise LookupError(f"score_mod {key} is not known in this process; make its regard.bias.ScoreFunction first")
     return _made[key]
 
 

@@ -1,6 +1,6 @@
 """From q and k to the normaliser's input: scale · q kᵀ, soft cap, + bias, mask, ÷ temperature, in this order.
 
->>> from regard.scores import resolve_scale
+>>> from regard._call.scores import resolve_scale
 >>> resolve_scale(None, 64), resolve_scale("inverse", 64), resolve_scale("none", 64)
 (0.125, 0.015625, 1.0)
 """

@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from regard import masks
+from regard._call.mask.dense import interval
 from regard._call.mask.parts import (
     PLANNED,
     SHARED,
@@ -206,7 +206,8 @@ class Mask:
         every = torch.arange(queries, device=device)
         lo = torch.zeros_like(every) if lo is None else lo
         hi = torch.full_like(every, keys) if hi is None else hi
-        return masks.interval(*torch.broadcast_tensors(lo, hi, every)[:2], keys)
+        lo, hi, _ = torch.broadcast_tensors(lo, hi, every)
+        return interval(lo, hi, keys)
 
     def __repr__(self) -> str:
         return " & ".join(map(repr, self.parts)) or "Mask()"

@@ -1,10 +1,11 @@
 """How early and how rightly a Monitor reports: failing and sound trainings, in the dense start and after step 700.
 
-python benchmarks/incidents.py [--half seen|unseen] [--only WORD] [--markdown FILE]
+python benchmarks/incidents.py [--half seen|unseen] [--only WORD] [--seed N] [--markdown FILE]
 
 Each run trains a character model of 2 to 4 layers on regard's own source under `regard.Monitor(model, every=100)` with
 its defaults and `monitor.step(loss=…)`. Late runs go on from step 700 of a sound one, its weights, optimizer and
-`monitor.state_dict()`. Every second run of each list is "unseen": rules were set on the others. A sudden fault has
+`monitor.state_dict()`. Every second run of each list is "unseen": rules were set on the others. `--seed` makes all runs
+anew, the base too, from other weights and batches, which no rule has seen. A sudden fault has
 its first sign at its own step; a slow one is judged by the step at which the loss shows it, as in early_warning.py.
 """
 
@@ -251,12 +252,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--half", choices=["seen", "unseen"])
     parser.add_argument("--only", default="")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
+    for run in (*FAILING, *SOUND):
+        run.seed += 1000 * options.seed
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     text = load_text()
-    base_run = Training(Run("base"), None)
+    base_run = Training(Run("base", seed=1000 * options.seed), None)
     base_run.train(text, 700)
     base, said = base_run.state(), base_run.close()
     print("base:", [str(one) for one in said], f"loss {sum(base['losses'][-20:]) / 20:.2f}", flush=True)

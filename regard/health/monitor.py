@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from regard.health.checks.finding import LOGIT_LIMIT
 from regard.health.measure.heads import SEES_NOTHING
 from regard.health.measure.recorder import Layer, merge_uses
 from regard.health.measure.side_stream import HostCopies
+from regard.health.watching.bands import LossBand
 from regard.health.watching.black_box import BlackBox, find_tokens
 from regard.health.watching.hooks import ForwardInterceptions, Hook
-from regard.health.watching.incidents import DATA, LARGE, MOVED, NOT_FINITE, Alarm, Incident, Incidents
-from regard.health.watching.loss_band import LossBand
+from regard.health.watching.incidents import DEAD, LARGE, LOSSES, NOT_FINITE, Alarm, Incident, Incidents
 from regard.health.watching.pulse import Pulse
 from regard.health.watching.ranks import Joined, Ranks
 from regard.health.watching.sample import AT, LayerKey, empty_table, flags_of, head_rows, scalars_of, series_names
@@ -42,8 +42,11 @@ MISSED = 3  # consecutive steps without a forward before a warning
 SKIPPED, SKIPPED_SHARE = 20, 0.75  # samples that the budget skipped, and their share, before a warning
 LEAST_SECONDS = 600.0  # the budget is that of a training of ten minutes at least
 IN_TROUBLE = 8  # heads whose own numbers are logged because a finding has them
-SHIFT = math.log(1.25)  # change of the norms of q and k, or twice that of logits, from which on attention has moved
-EXPLAINS = (LARGE, NOT_FINITE)  # causes that explain a jump of the loss
+SHIFT = math.log(
+    1.25
+)  # change of the norms of q and k, or five times that of logits, from which on attention has moved
+PATIENCE = 8  # steps that a loss outside its band waits for a sample of attention
+EXPLAINS = (LARGE, NOT_FINITE, DEAD)  # causes that explain a jump of the loss
 NOWHERE = ("", -1)  # the place of what no head has
 
 
@@ -154,8 +157,9 @@ class Monitor:
         self._writer = make_writer(log)
         self._ranks = Ranks(model, group, tensor_group, pipeline_group, timeout)
         self._schedule, self._incidents = Schedule(every), Incidents()
-        self._loss, self._gradient = LossBand(), LossBand(spreads=12.0, share=2.0)
-        self._largest = LossBand(spreads=12.0, share=0.5)  # of the pulse's largest logits
+        self._loss, self._gradient = LossBand(), LossBand(spreads=2.0, share=0.3, rises=False)
+        self._largest = LossBand(spreads=2.0, share=0.1, rises=False)  # of the pulse's largest logits
+        self._sudden: list[Symptom] = []  # of the pulse, that were not told
         self._given = HostCopies()  # losses and norms that the user passed in
         self._history: list[tuple[int, float, float]] = []  # step, norm of q and k, largest logit of each sample
         self._orders = {name: at for at, (name, _) in enumerate(as_written(model).named_modules())}
@@ -312,7 +316,9 @@ class Monitor:
             )
 
     def end_step(self) -> None:
-        """Ends a step as far as ranks are concerned; `step` and the callbacks call it."""
+        """Ends a step as far as ranks and compiled graphs are concerned; `step` and the callbacks call it."""
+        if self._given_step is not None:
+            self._guarded(self._end_compiled_step, self._given_step)
         self._guarded(self._read_sample)
         self._guarded(self._tell_pending)
         self._guarded(self._read_ranks)
@@ -427,7 +433,7 @@ class Monitor:
         """Ends a step whose forward no hook saw, because the model runs in a graph: its taps have."""
         if self._pulse is None or self._saw_forward or not self._pulse.has_seen():
             return
-        self.steps, self._missed, self._saw_forward = step, 0, True
+        self.steps, self._saw_forward = step, True
         self._started = self._started or time.perf_counter()
         self._read_pulse(step)
         self._pulse.end_forward(step, None)
@@ -446,26 +452,31 @@ class Monitor:
         """Makes a sample of the largest logits that compiled graphs have written."""
         assert self._pulse is not None
         tables = {}
-        for label, largest in self._pulse.layers.items():
-            largest = largest.double().cpu()
+        for label, held in self._pulse.layers.items():
+            largest = held[1:].double().cpu()
+            if bool((largest == -math.inf).all()):
+                continue  # it did not run
             table = empty_table(len(largest))
             table[:, AT["rows"]] = (largest != -math.inf).double()
             table[:, AT["max_logit"]] = largest
             table[:, AT["exploding logits"]] = torch.where(largest > LOGIT_LIMIT, largest, math.nan)
             table[:, AT["not_finite"]] = (largest.isnan() | largest.isposinf()).double()
             tables[self._ranks.key(self._orders.get(label, 0), label, len(largest))] = table
-        self._samples += 1
-        self._tell(step, tables)
+        if tables or self._ranks.is_distributed():
+            self._samples += 1
+            self._tell(step, tables)
 
     def _read_pulse(self, step: int) -> None:
         """Reads what the last step left, and draws the next samples closer where it looks wrong."""
         self._given.finish()
-        trouble = self._loss.outside >= 2 or self._gradient.outside >= 2
+        trouble = self._loss.is_suspicious or self._gradient.is_suspicious
         if self._pulse is not None and self._pulse.read():
+            self._missed = 0
             if self._pulse.is_finite:
                 self._last_finite = self._pulse.step or 0
             self._largest.add(step - 1, self._pulse.largest)
-            trouble |= self._largest.outside >= 2 and self._pulse.largest > LOGIT_LIMIT / 4
+            self._sudden += self._pulse.sudden
+            trouble |= bool(self._sudden) or (self._largest.is_suspicious and self._pulse.largest > LOGIT_LIMIT / 4)
             known = self._incidents.find_open(NOT_FINITE)
             trouble |= not self._pulse.is_finite and not known
             trouble |= self._pulse.largest > LOGIT_LIMIT and not self._incidents.find_open()
@@ -478,45 +489,55 @@ class Monitor:
             self._judge_loss(step, self._describe_loss())
 
     def _describe_loss(self) -> dict[str, Any]:
-        """Returns what is known of this rank's loss, as plain values."""
+        """Returns what this rank has seen since the last call of its loss and of sudden changes, as plain values."""
         band, output_lost = self._loss, self._pulse is not None and not self._pulse.is_finite
         is_lost = math.isinf(band.last) or (band.outside > 0 and math.isnan(band.last))
+        sudden, self._sudden = self._sudden, []
         return {
             "lost": "the loss" if is_lost else "an output or a logit" if output_lost else "", "last": band.last,
-            "middle": band.middle, "jumped": band.has_jumped, "first": band.first_outside, "outside": band.outside,
+            "middle": band.middle, "jumped": band.has_jumped, "leapt": band.has_leapt, "first": band.first_outside,
+            "outside": band.outside, "sudden": sudden,
         }  # fmt: skip
 
     def _judge_loss(self, step: int, loss: Mapping[str, Any]) -> None:
-        """Opens an incident where the loss has jumped or is not finite; resolves it where it is back in its band."""
-        found, at = [], step - 1
+        """Opens an incident where numbers of every step have jumped or are lost; resolves it where they are back."""
+        at, sudden = step - 1, loss["sudden"]
+        found = [Symptom(kind, severity, tuple(place), *rest) for kind, severity, place, *rest in sudden]
         self._incidents.is_lost = bool(loss["lost"])
         is_finite = math.isfinite(loss["last"])
         if loss["lost"] and not self._incidents.find_open(NOT_FINITE):
             text = f"{loss['lost']} is NaN or infinite; the last finite step was {self._last_finite}"
             found.append(Symptom("not finite", "critical", NOWHERE, 0.0, text))
-        elif loss["jumped"] and is_finite and not self._incidents.find_open(MOVED, DATA, *EXPLAINS):
-            moved = self._has_moved(loss["first"] or step)
-            rest = "attention moved with it" if moved else "attention is as it was before"
-            text = f"the loss is {loss['last']:.3g} since step {loss['first']}, {loss['middle']:.3g} before; {rest}"
-            found.append(Symptom("loss", "warning", NOWHERE, float(moved), text))
+        elif loss["jumped"] and is_finite and not found and not self._incidents.find_open(*LOSSES, *EXPLAINS):
+            found += self._explain_loss(loss, loss["first"] or step)
         alarms = self._incidents.tell(at, found)
         if not loss["outside"] and is_finite:
             alarms += [self._incidents.close(one, at, "the loss is back in its band")
-                       for one in self._incidents.find_open(MOVED, DATA)]  # fmt: skip
+                       for one in self._incidents.find_open(*LOSSES)]  # fmt: skip
         self._announce(at, alarms)
 
-    def _has_moved(self, since: int) -> bool:
-        """True if the norms of q and k, or the largest logit, changed more at a jump than before it."""
-        before = [one for one in self._history if one[0] < since][-5:]
-        after = [one for one in self._history if one[0] >= since]
+    def _explain_loss(self, loss: Mapping[str, Any], since: int) -> Iterator[Symptom]:
+        """Yields what a loss that has left its band comes with, once a sample since then tells of attention."""
+        moved = self._has_moved(since)
+        if moved is None and loss["outside"] < PATIENCE:
+            return
+        rest = {None: "attention was not measured since", True: "attention moved with it",
+                False: "attention is as it was before"}[moved]  # fmt: skip
+        kind = "loss" if loss["leapt"] or moved else "loss rising"
+        text = f"the loss is {loss['last']:.3g}, {loss['middle']:.3g} before step {since}; {rest}"
+        yield Symptom(kind, "warning", NOWHERE, float(bool(moved)), text)
+
+    def _has_moved(self, since: int) -> bool | None:
+        """True if the norms of q and k, or the largest logit, are others than before a step; None if not measured."""
+        before = [one for one in self._history if one[0] < since][-2:]
+        after = [one for one in self._history if one[0] > since]
         if not before or not after:
-            return False
-        scales = [(1.0, 1), (2.0, 2)]
-        return any(
-            abs(math.log(max(after[-1][at], 1e-9) / max(sum(one[at] for one in before) / len(before), 1e-9)))
-            > SHIFT * by
-            for by, at in scales
-        )
+            return None
+
+        def ratio(at: int) -> float:
+            return abs(math.log(max(after[-1][at], 1e-9) / max(sum(one[at] for one in before) / len(before), 1e-9)))
+
+        return ratio(1) > SHIFT or ratio(2) > 5 * SHIFT
 
     def _read_sample(self) -> None:
         """Reads the sample that a forward has left, logs it and reports incidents.

@@ -377,6 +377,26 @@ def test_compiled_training_is_clipped_without_a_graph_break(way):
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look at it
+@pytest.mark.filterwarnings("ignore:The model runs compiled")
+def test_a_monitor_beside_it_sees_compiled_steps_by_a_trainers_calls():
+    """QKClip reads the taps first, at the optimizer's step; the monitor took them for empty, and watched nothing."""
+    torch._dynamo.reset()
+    model, x, rows = nn.Sequential(nn.Sequential(Functional())), torch.randn(2, 5, 16), []
+    clip, monitor = regard.QKClip(model, 5.0), regard.Monitor(model, every=1, log=rows.append)
+    compiled, tops = torch.compile(model, backend="aot_eager"), []
+    for number in range(1, 5):
+        monitor.at_step(number)
+        compiled(x).square().mean().backward()
+        tops.append(clip.step().max_logit["0.0"])
+        monitor.end_step()
+    monitor.close()
+    clip.close()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and monitor.steps == 4
+    assert [row["attention/max_logit"] for row in rows] == pytest.approx([max(top) for top in tops])
+    torch._dynamo.reset()
+
+
 def test_steps_that_see_no_logits_warn_and_then_raise():
     model, x = exploding(), torch.randn(2, 6, 16)
     with regard.QKClip(model, 50.0) as clip:

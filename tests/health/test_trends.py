@@ -10,8 +10,8 @@ from torch import nn
 
 import regard
 from regard.health import AttentionWarning
+from regard.health.watching.bands import SETTLED, Level, LossBand
 from regard.health.watching.incidents import CALM, LARGE, Incidents
-from regard.health.watching.loss_band import LossBand
 from regard.health.watching.symptoms import CONFIRMED, SAMPLES, URGENT, WIDESPREAD, YOUNG, extrapolate, is_rising
 
 
@@ -233,9 +233,51 @@ def test_a_loss_that_leaves_its_band_for_three_steps_has_jumped():
         assert not band.has_jumped
     for step in (400, 401, 402):
         band.add(step, 3.2)
-    assert band.has_jumped and band.first_outside == 400
-    band.add(403, 2.0)
+    assert band.has_leapt and band.first_outside == 400
+    for step in range(403, 408):
+        band.add(step, 2.0)
     assert not band.outside
+
+
+@pytest.mark.parametrize(("deviations", "steps"), [(4.5, 4), (3.5, 6)])
+def test_a_smaller_jump_of_the_loss_takes_more_steps(deviations, steps):
+    draw, band = random.Random(1), LossBand(share=0.0)
+    for step in range(100):
+        band.add(step, draw.gauss(3.0, 0.05))
+    spread = band._describe()[1]
+    for step in range(100, 100 + steps):
+        assert not band.has_leapt
+        band.add(step, band.middle + deviations * spread)
+    assert band.has_leapt and band.first_outside == 100
+
+
+def test_a_loss_that_rises_slowly_within_its_noise_is_found():
+    draw, band = random.Random(2), LossBand()
+    for step in range(300):
+        band.add(step, draw.gauss(3.0, 0.1))
+        assert not band.has_jumped and band.rise < 1.5
+    for step in range(300, 380):
+        band.add(step, draw.gauss(3.0 + 0.005 * (step - 300), 0.1))
+        if band.has_jumped:
+            break
+    assert band.is_rising and step < 375 and not band.has_leapt
+
+
+def test_a_loss_that_stays_at_a_new_level_may_jump_again():
+    draw, band, jumps = random.Random(3), LossBand(), []
+    for step in range(400):
+        band.add(step, draw.gauss(2.0 + (step >= 100) + (step >= 300), 0.03))
+        jumps += [step] if band.has_jumped else []
+    assert jumps[0] == 102 and max(step for step in jumps if step < 300) < 100 + SETTLED + 1
+    assert min(step for step in jumps if step >= 300) == 302
+
+
+def test_a_level_finds_changes_between_two_steps_alone():
+    grown, fallen = Level(8.0), Level(1 / 3)
+    assert not any(grown.add(1.3**step) for step in range(30))  # 8 steps of it make 8.2, no two do
+    assert [grown.add(x) is not None for x in (1.3**30 * 20, 1.3**31 * 20)] == [False, True]
+    assert not any(fallen.add(x) for x in [1.0, 0.4] * 6 + [0.0] + [1.0] * 10)  # once is no level
+    assert [fallen.add(x) for x in (0.01, 0.02)] == [None, (1.0, 0.02)]
 
 
 def test_diffuse_heads_are_a_note_while_training_is_young():

@@ -12,6 +12,8 @@ from torch import nn
 
 import regard
 from regard.health import AttentionWarning
+from regard.health.watching.incidents import Incidents
+from regard.health.watching.pulse import Pulse
 from regard.health.watching.sample import AT, LayerSample, empty_table, scalars_of, series_names
 from regard.health.watching.schedule import Schedule
 
@@ -341,7 +343,35 @@ def test_a_loss_that_jumps_is_an_incident_that_resolves(moves):
             monitor.step(loss=torch.tensor(2.0 + 0.01 * (step % 3) + (40 <= step < 50)))
     (incident,) = monitor.incidents
     assert incident.cause == f"loss jumped, attention {'with it' if moves else 'as before'}"
-    assert incident.opened <= 45 and 49 <= incident.resolved <= 51
+    assert incident.opened <= 44 and 49 <= incident.resolved <= 60
+
+
+def test_values_that_are_lost_from_one_step_to_the_next():
+    """Neither the loss nor ten samples of dead heads show it: the optimizer brings them back within a few steps."""
+    model = layer()
+    with regard.Monitor(model, every=1000, budget=1.0) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionWarning)
+        monitor._schedule.gap, monitor._schedule._next = 1000, 1000
+        for step in range(1, 40):
+            if step in (20, 24):
+                with torch.no_grad():
+                    model.self_attn.in_proj_weight[32:] *= 0.01 if step == 20 else 100.0
+                    model.self_attn.in_proj_bias[32:] *= 0.01 if step == 20 else 100.0
+            model(torch.randn(2, 24, 16))
+            monitor.step(loss=1.0)
+        (incident,) = monitor.incidents
+    assert incident.cause == "values lost" and incident.opened == 21 and incident.severity == "warning"
+    assert "the norm of the values of self_attn fell from" in incident.text or incident.resolved is not None
+
+
+def test_a_logit_that_jumps_is_a_warning_where_one_beyond_100_is_a_note():
+    pulse, incidents = Pulse(layer()), Incidents()
+    for top in (2.0, 3.0, 2.0, 3.0, 2.0, 3.0, 2.0, 3.0, 400.0, 410.0):
+        pulse._follow("self_attn", 1.0, top)
+    pulse.close()
+    (alarm,) = incidents.tell(10, pulse.sudden)
+    assert (alarm.cause, alarm.severity) == ("scores too large", "warning")
+    assert "the largest logit of self_attn rose from 2.5 to 410 between two steps" in alarm.text
 
 
 def test_nothing_of_ours_ends_a_step():

@@ -117,7 +117,7 @@ class MaxLogits:
         if self._taps is None:
             return
         self._taps.place()
-        noted = self._taps.read()
+        noted = {name: held[1:] for name, held in self._taps.read().items()}
         if self.forwards and not self._compiled_forwards:  # what ran as written was measured in full
             return
         for name, largest in noted.items():

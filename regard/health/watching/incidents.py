@@ -2,12 +2,14 @@
 
 | cause | symptoms |
 | --- | --- |
-| scores too large | logits rising, exploding; entropy falling; collapsed; no gradient; variance above 1/√d's |
+| scores too large | logits rising, exploding, or jumped (× 8 from a step to the next); variance above 1/√d's |
+| | entropy falling; collapsed; no gradient |
 | scores too small | diffuse; variance below 1/√d's |
-| values equal | dead |
+| values lost | dead, or the norm of the values fell to a third from a step to the next |
 | not finite | an output, or the loss, is NaN or infinite |
 | loss jumped, attention with it | the loss left its band, and logits or norms of q and k moved |
 | loss jumped, attention as before | the loss left its band, and attention did not move: look at the data |
+| loss rising | the mean of the loss rises slowly, and attention did not move |
 
 A cause has one open incident at a time for each group of layers (those whose names differ in numbers alone). A symptom
 that joins one, a graver state and twice as many heads are updates, not incidents. A jump of the loss that large scores
@@ -32,11 +34,14 @@ RECOVERED = 0.8  # of the limit: a head whose largest logit is below rises no mo
 CLIP = "regard.qk_clip(model, 50) after every optimizer step"
 CLIP_LOWER = "a lower threshold of QK-clip"  # where one is in use
 BOUND = f"regard.using(model, qk_norm=True), {CLIP}, or regard.using(model, softcap=30)"
-LARGE, SMALL, DEAD, NOT_FINITE = "scores too large", "scores too small", "values equal", "not finite"
+LARGE, SMALL, DEAD, NOT_FINITE = "scores too large", "scores too small", "values lost", "not finite"
 MOVED, DATA = "loss jumped, attention with it", "loss jumped, attention as before"
+RISING = "loss rising"
+LOSSES = (MOVED, DATA, RISING)  # what the loss alone shows
 CAUSES = {
     "rising": LARGE, "exploding logits": LARGE, "falling": LARGE, "collapsed": LARGE, "dying gradient": LARGE,
     "scale off": LARGE, "dead": DEAD, "diffuse": SMALL, "not finite": NOT_FINITE, "loss": MOVED,
+    "jumped": LARGE, "values fell": DEAD, "loss rising": RISING,
 }  # fmt: skip
 ACTIONS = {
     LARGE: f"lower the learning rate, check that scores are multiplied by 1/√d once, and bound them with {BOUND}",
@@ -44,17 +49,28 @@ ACTIONS = {
     DEAD: "check its value projection for zeros left by pruning, conversion or weight decay",
     NOT_FINITE: "stop, go back to the last checkpoint, and lower the learning rate",
     MOVED: "go back to a checkpoint from before, lower the learning rate or warm up longer, and clip gradients",
+    RISING: "lower the learning rate; if it is as before, look at the data that have come since",
     DATA: "look at the batches of these steps: shuffled or binary data, a new source, labels out of step",
 }
 CODES = {
     LARGE: exploding_logits.RULE.code, SMALL: diffuse.RULE.code, DEAD: dead.RULE.code,
-    NOT_FINITE: not_finite.RULE.code, MOVED: "", DATA: "",
+    NOT_FINITE: not_finite.RULE.code, MOVED: "", DATA: "", RISING: "",
 }  # fmt: skip
 RULES = {check.RULE.kind: check.RULE for check in WATCHED}
 ORDER = ("note", "warning", "critical")
 SUSPICIOUS = ("exploding logits", "collapsed", "dying gradient", "dead")  # a head that has one draws samples closer
-WORSE_BELOW = ("collapsed", "dead", "falling")  # kinds whose worst head has the smallest number
-BY_URGENCY = ("not finite", "exploding logits", "rising", "collapsed", "dying gradient", "falling", "scale off", "loss")
+WORSE_BELOW = ("collapsed", "dead", "falling", "values fell")  # kinds whose worst head has the smallest number
+BY_URGENCY = (
+    "not finite",
+    "exploding logits",
+    "jumped",
+    "rising",
+    "collapsed",
+    "dying gradient",
+    "falling",
+    "scale off",
+    "loss",
+)
 
 
 @dataclass
@@ -159,7 +175,7 @@ class Incidents:
             one.resolved, event = None, "reopened"
             one.reopened.append(step)
         self._calm[at] = 0
-        new = tuple(dict.fromkeys(s.place for s in some if s.place not in one.heads and s.place[0]))
+        new = tuple(dict.fromkeys(s.place for s in some if s.place not in one.heads and s.place[1] >= 0))
         severity = max((s.severity for s in some), key=ORDER.index)
         is_graver = ORDER.index(severity) > ORDER.index(one.severity)
         one.heads += new
@@ -182,7 +198,7 @@ class Incidents:
         tops = {(row["layer"], row["head"]): row["max_logit"] for row in rows}
         alarms = []
         for at, one in enumerate(self.all):
-            if one.resolved is not None or one.cause in (MOVED, DATA) or (one.cause == NOT_FINITE and self.is_lost):
+            if one.resolved is not None or one.cause in LOSSES or (one.cause == NOT_FINITE and self.is_lost):
                 continue  # the loss resolves those
             has = any(place in flags.get(kind, {}) for kind in one.symptoms for place in one.heads)
             has |= any((_cause_of(s), group_of(s.place[0])) == (one.cause, one.group) for s in found)
@@ -234,8 +250,8 @@ def _is_same(one: Incident, cause: str, group: str) -> bool:
     """True if a symptom belongs to an incident: its cause and group, or what the loss alone had shown of it."""
     if cause == one.cause:
         return one.group == group or not one.group or not group
-    if cause in (MOVED, DATA):
-        return one.cause in (MOVED, DATA)
+    if cause in LOSSES:
+        return one.cause in LOSSES
     return cause == LARGE and one.cause == MOVED and one.resolved is None
 
 
@@ -262,8 +278,9 @@ def _badness(symptom: Symptom) -> float:
 def _describe(worst: Symptom, some: list[Symptom]) -> str:
     """Returns one sentence about the worst head, and how many others have the same cause."""
     layer, head = worst.place
-    if not layer and head < 0:
-        return worst.text
+    if head < 0:
+        layers = len({s.place[0] for s in some}) - 1
+        return worst.text + (f"; also {layers} more layer{'' if layers == 1 else 's'}" if layers else "")
     others = len({s.place for s in some} - {worst.place})
     more = f"; also {others} more head{'' if others == 1 else 's'}" if others else ""
     return f"{layer}, head {head}: {worst.text}{more}"

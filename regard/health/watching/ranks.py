@@ -163,6 +163,7 @@ class Ranks:
         layers = merge_ranks(keys, stacked)
         losses = [one["loss"] for one, _ in received]
         loss = {**losses[0], "lost": next((one["lost"] for one in losses if one["lost"]), "")}
+        loss["sudden"] = [one for each in losses for one in each["sudden"]]
         costs = [(one["spent"], one["elapsed"]) for one, _ in received]
         head = {
             "at": step + 1, "layers": [(one.label, len(one.table)) for one in layers], "absent": absent,

@@ -48,7 +48,7 @@ NUMBERS: dict[str, Callable[[float], str]] = {
     "dead": lambda x: f"values differ by {format_number(x)}",
     "diffuse": lambda x: f"mean entropy ratio {format_number(x)}",
 }
-WIDE = ("collapsed", "dying gradient")
+WIDE = ("collapsed", "dying gradient", "dead")
 EXEMPT = {"falling": "positional", "rising": "bounded"}
 
 Place = tuple[str, int]  # layer label, head
@@ -118,7 +118,7 @@ class Symptoms:
 
     def _find_fallen(self, rows: Sequence[dict], flags: Flags) -> set[Place]:
         """Returns the heads whose entropy ratio or gradient gain is half of what it was, or gone."""
-        fallen = {place for kind in WIDE for place in flags.get(kind, {})}
+        fallen = {place for kind in ("collapsed", "dying gradient") for place in flags.get(kind, {})}
         for row in rows:
             place, now = (row["layer"], row["head"]), (row["entropy_ratio"], row.get("gain_ratio", math.nan))
             best = self._best.get(place, now)

@@ -1,4 +1,4 @@
-"""Taps: the largest logit of every attention call, written by an op into a tensor of the module that made it.
+"""Taps: the largest logits and the size of the values of every attention call, written into a tensor of its module.
 
 They work inside graphs of torch.compile without a graph break: a hook under one name on every module with linear layers
 tells whose call comes next, `F.scaled_dot_product_attention` is replaced by a function that calls the op first, and the
@@ -8,7 +8,8 @@ by one share a graph; the tensor's address never changes, so that a CUDA graph w
 | place in `regard_logits` | holds |
 | --- | --- |
 | 0, 1 | heads and their width, 0 before the first call |
-| 2 … | the largest logit of each head since it was last read; NaN where one was not finite |
+| 2 | the mean norm of values of a few keys, the largest of the calls since it was last read |
+| 3 … | the largest logit of each head since it was last read; NaN where one was not finite |
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from regard.health.capture.call import HIDES_ALWAYS, as_four_dims, is_vmapped
 from regard.health.capture.interception import SDPA, as_written, run_sdpa, uncaptured
 from regard.health.capture.interception import STATE as CAPTURES
 
-MOST_HEADS = 510
+MOST_HEADS = 509
+FIRST = 3  # place of the first head
 KEY = "regard"  # of the hooks, the same in every module: a number of torch's would compile each block anew
 MULTI_HEAD = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")  # arguments of torch's module
 ROWS = 16  # queries of one sequence that a look of every step takes
@@ -45,12 +47,15 @@ STATE = _State()
 _TAPPED: weakref.WeakSet[Taps] = weakref.WeakSet()
 
 _LIBRARY = torch.library.Library("regard_taps", "DEF")
-_LIBRARY.define("note(Tensor q, Tensor k, Tensor? mask, bool causal, float? scale, bool whole, Tensor(a!) seen) -> ()")
+_LIBRARY.define(
+    "note(Tensor q, Tensor k, Tensor? v, Tensor? mask, bool causal, float? scale, bool whole, Tensor(a!) seen) -> ()"
+)
 
 
 def note(
-    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None, whole: bool, seen: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor | None, causal: bool, scale: float | None, whole: bool,
+    seen: Tensor,
+) -> None:  # fmt: skip
     """seen ← max(seen, the largest logit per head) of one call, [B, H, M, D] with [B, G, N, D]."""
     q, k = as_four_dims(q), as_four_dims(k)
     heads, width = q.shape[1], q.shape[3]
@@ -67,7 +72,10 @@ def note(
             largest = largest_of_few_rows(q, k, mask, causal, scale)
         seen[0].fill_(heads)
         seen[1].fill_(width)
-        held = seen[2 : 2 + heads]
+        if v is not None and STATE.eagerly:  # a monitor asks for it
+            few = as_four_dims(v)[0, :, :: max(1, k.shape[2] // ROWS)]
+            largest = torch.cat([few.float().norm(dim=-1).mean()[None], largest])
+        held = seen[FIRST + heads - len(largest) : FIRST + heads]
         held.copy_(torch.maximum(held, largest.to(held.device)))
 
 
@@ -102,11 +110,11 @@ def _tapped_sdpa(
     """torch's function, after a look at its logits where a tapped module runs."""
     if STATE.seen is not None and not torch.compiler.is_compiling():
         if not CAPTURES.captures and query.layout == torch.strided and not is_unreadable(query):
-            note(query.detach(), key.detach(), attn_mask, is_causal, scale, False, STATE.seen.few)  # type: ignore[attr-defined]
+            note(query.detach(), key.detach(), value.detach(), attn_mask, is_causal, scale, False, STATE.seen.few)  # type: ignore[attr-defined]
     elif STATE.seen is not None:
         torch.ops.regard_taps.note(
-            query.detach(), key.detach(), attn_mask if attn_mask is None else attn_mask.detach(), is_causal, scale,
-            STATE.whole, STATE.seen,
+            query.detach(), key.detach(), value.detach(), attn_mask if attn_mask is None else attn_mask.detach(),
+            is_causal, scale, STATE.whole, STATE.seen,
         )  # fmt: skip
     return run_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
@@ -149,7 +157,7 @@ def _enter_multi_head(module: nn.MultiheadAttention, inputs: tuple, named: dict)
         seen = ~padding if padding.dtype == torch.bool else padding != -math.inf
         seen = seen.view(-1, 1, 1, seen.shape[-1])
         visible = seen if visible is None else visible & seen
-    torch.ops.regard_taps.note(q, k, visible, False, None, STATE.whole, module.regard_logits)
+    torch.ops.regard_taps.note(q, k, None, visible, False, None, STATE.whole, module.regard_logits)
 
 
 def _leave(module: nn.Module, inputs: tuple, output: Any) -> None:
@@ -193,14 +201,17 @@ class Taps:
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             known = module.__dict__.get("regard_logits")
             if known is None or (known.device != device and device.type != "meta"):
-                seen = torch.full((2 + MOST_HEADS,), -math.inf, device="cpu" if device.type == "meta" else device)
+                seen = torch.full((FIRST + MOST_HEADS,), -math.inf, device="cpu" if device.type == "meta" else device)
                 seen[:2] = 0.0
                 seen._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]  # see mark_static_address
                 seen.few = seen.clone()  # type: ignore[attr-defined]  # of calls outside graphs, a few rows of each
                 module.__dict__["regard_logits"] = seen
 
     def read(self) -> dict[str, Tensor]:
-        """Returns layer → the largest logits [H] since the last `read` of layers that ever made a call."""
+        """Returns layer → the norm of its values, then the largest logit of each head, since the last `read`.
+
+        Of layers that ever made a call; −inf where none was made since.
+        """
         found = {}
         for name, module in self.modules.items():
             seen = module.__dict__.get("regard_logits")
@@ -219,7 +230,7 @@ class Taps:
             if not heads:
                 return None
             self.shapes[name] = heads, width
-        held = seen[2 : 2 + self.shapes[name][0]]
+        held = seen[FIRST - 1 : FIRST + self.shapes[name][0]]
         new = held.clone()
         held.fill_(-math.inf)
         for other in list(_TAPPED):
@@ -230,8 +241,9 @@ class Taps:
         return new if kept is None else torch.maximum(kept, new)
 
     def has_seen(self) -> bool:
-        """True if a tensor holds a logit that was not read; waits for the device."""
-        return any(bool((m.__dict__["regard_logits"][2:] != -math.inf).any()) for m in self.modules.values())
+        """True if a compiled graph ever made a call; waits for the device until one has."""
+        return any(name in self.shapes or bool(module.__dict__["regard_logits"][0] > 0)
+                   for name, module in self.modules.items())  # fmt: skip
 
     def __del__(self) -> None:
         if sys is not None and not sys.is_finalizing():

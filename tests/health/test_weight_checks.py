@@ -61,6 +61,28 @@ def test_a_new_model_is_no_finding(check):
     assert codes(run_check(check, HandModel(), random_ids())) == []
 
 
+class KeysForValues(nn.Module):
+    """Attention that weighs its keys: the values of a stacked projection are never used."""
+
+    def __init__(self, right):
+        super().__init__()
+        torch.manual_seed(0)
+        self.right = right
+        self.embedding, self.qkv, self.head = nn.Embedding(40, 16), nn.Linear(16, 48), nn.Linear(16, 40)
+
+    def forward(self, ids):
+        q, k, v = self.qkv(self.embedding(ids)).unflatten(-1, (6, 8)).transpose(1, 2).chunk(3, 1)
+        o = nn.functional.scaled_dot_product_attention(q, k, v if self.right else k, is_causal=True)
+        return self.head(o.transpose(1, 2).flatten(2))
+
+
+def test_a_part_of_a_stacked_projection_without_gradient_is_named():
+    assert run_check("gradients", KeysForValues(True), random_ids()) == []
+    found = run_check("gradients", KeysForValues(False), random_ids())
+    assert codes(found) == ["RG620"]
+    assert "rows 32 to 47 of 48 in qkv.weight" in found[0].evidence
+
+
 class Empty(nn.Module):
     """Attention whose first row sees no key, with its NaN replaced in the output and not in the gradient."""
 

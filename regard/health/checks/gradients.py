@@ -114,15 +114,34 @@ def is_dead(grad: Tensor | None) -> bool:
     return grad is None or not bool(grad.any())
 
 
+def dead_block(grad: Tensor | None, width: int) -> tuple[int, int] | None:
+    """(first, last) of rows without gradient in a stacked projection that has some: whole heads, side by side."""
+    if grad is None or grad.ndim != 2 or not bool(grad.any()):
+        return None
+    dead = (grad == 0).all(1).nonzero().flatten().tolist()
+    if len(dead) < max(width, len(grad) // 8) or dead[-1] - dead[0] + 1 != len(dead):
+        return None
+    return dead[0], dead[-1]
+
+
 def find_missing(trial: Trial, grads: dict[str, Tensor | None]) -> list:
     if all(map(is_dead, grads.values())):
         return []  # the output does not depend on attention: other checks say so
     names = [name for name, grad in grads.items() if is_dead(grad) and not any(part in name for part in BY_DESIGN)]
     names = [name for name in names if not name.endswith("bias") or f"{name[:-4]}weight" in names]  # k's bias has none
-    if not names:
-        return []
     shown = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
     text = f"{shown}: no gradient reaches {'it' if len(names) == 1 else 'them'}."
+    if not names:
+        width = min(one.q.shape[-1] for one in trial.captured[1].values())
+        blocks = {name: rows for name, grad in grads.items() if (rows := dead_block(grad, width)) is not None}
+        names = [name for name in blocks if not any(part in name for part in BY_DESIGN)]
+        if not names:
+            return []
+        first, last = blocks[names[0]]
+        text = (
+            f"No gradient reaches rows {first} to {last} of {len(grads[names[0]])} in {names[0]}"  # type: ignore[arg-type]
+            f"{f', and as many in {len(names) - 1} more' if len(names) > 1 else ''}: what they project is not used."
+        )
     return trial.find(MISSING, "warning", keys_of(trial, names), text, "a gradient that is missing or exactly 0")
 
 

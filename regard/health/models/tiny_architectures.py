@@ -63,7 +63,7 @@ def build_model(
         torch.random.default_generator.manual_seed(seed)
         given = {} if attention is None else dict(attn_implementation=attention)
         try:
-            found = kind if isinstance(kind, type) else find_class(config, kind)
+            found: Any = kind if isinstance(kind, type) else find_class(config, kind)
             _check_size(found, config)
             model = found._from_config(config, dtype=torch.float32, **given)
         except NotBuilt:

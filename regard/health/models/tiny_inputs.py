@@ -54,7 +54,7 @@ def find_runnable(
                 continue
             given: list[dict[str, Any]] = []
             for more, layout in [(more, layout) for layout in range(LAYOUTS) for more in MORE]:
-                make = partial(make_batch, model, more=more, layout=layout)
+                make: Callable[..., dict[str, Any]] = partial(make_batch, model, more=more, layout=layout)
                 try:
                     batch = make(**sizes)
                     if any(_is_same(batch, one) for one in given):

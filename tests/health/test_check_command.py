@@ -171,7 +171,7 @@ def test_assert_contract():
 def test_pytest_has_one_test_per_rule(pytester):
     pytester.makepyfile(nets=MODULE)
     pytester.syspathinsert()
-    options = ["-p", "regard_pytest", "-p", "no:cacheprovider", "-rs"]
+    options = ["-p", "no:cacheprovider", "-rs"]
     result = pytester.runpytest_inprocess(*options, "--regard-model=nets:leaky", "--regard-select=RG101,RG102,RG201")
     result.assert_outcomes(failed=1, passed=1, skipped=1)
     result.stdout.fnmatch_lines(["*nets:leaky: RG101 sees the future*", "*RG101 sees the future (critical)*"])
@@ -185,7 +185,7 @@ def test_pytest_compares_with_a_golden_fingerprint(pytester, tmp_path):
     pytester.syspathinsert()
     assert main(["fingerprint", "nets:sound", "-o", "golden.regard"]) == 0
     sys.modules.pop("nets", None)
-    options = ["-p", "regard_pytest", "-p", "no:cacheprovider", "--regard-select=RG201", "--regard-golden"]
+    options = ["-p", "no:cacheprovider", "--regard-select=RG201", "--regard-golden"]
     same = pytester.runpytest_inprocess(*options, "golden.regard", "--regard-model=nets:sound")
     same.assert_outcomes(passed=2)
     other = pytester.runpytest_inprocess(*options, "golden.regard", "--regard-model=nets:leaky")

@@ -61,6 +61,12 @@ def test_a_new_model_is_no_finding(check):
     assert codes(run_check(check, HandModel(), random_ids())) == []
 
 
+def test_one_matrix_that_looks_random_is_a_note():
+    model = trained()
+    nn.init.normal_(model.blocks[1].attention.qkv.weight, std=0.02)
+    assert [(f.code, f.severity) for f in run_check("untrained_layers", model, text())] == [("RG611", "note")]
+
+
 class KeysForValues(nn.Module):
     """Attention that weighs its keys: the values of a stacked projection are never used."""
 

@@ -6,7 +6,7 @@ A matrix of independent entries has ‖W‖₂ ≈ σ(√m + √n) (Marchenko an
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from statistics import median
 
 import torch
@@ -52,13 +52,13 @@ def check(trial: Trial) -> list:
         for name, x in members
         if x < most[name] and median(y for other, y in members if other != name) > TRAINED
     ]
-    layers = {NUMBER.search(name)[0] for name, *_ in fresh}  # type: ignore[index]
+    layers = Counter(NUMBER.search(name)[0] for name, *_ in fresh)  # type: ignore[index]
     if not fresh or (max(map(len, several.values())) < 3 and len(fresh) < WHOLE * len(layers)):
         return []
     name, x, usual = fresh[0]
     keys = [key for key in calls_of(trial) if any(other.startswith(f"{key[0]}.") for other, *_ in fresh)]
     return trial.find(
-        RULES[0], "warning", keys,
+        RULES[0], "warning" if max(layers.values()) > 1 else "note", keys,
         f"{', '.join(other.removesuffix('.weight') for other, *_ in fresh[:4])}{' …' if len(fresh) > 4 else ''}: the "
         f"largest singular value is {x:.2f} times that of random numbers, where the other layers have {usual:.2f}.",
         f"‖W‖₂ / σ(√m + √n) < {most[name]:.3g}, median of the other layers > {TRAINED:g}",

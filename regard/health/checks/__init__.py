@@ -18,10 +18,13 @@ from pathlib import Path
 from types import ModuleType
 
 from regard.health.checks.finding import Finding, HeadList, Heads, Layers, sort_findings
-from regard.health.checks.rule import SEVERITIES, NotApplicable, Rule
+from regard.health.checks.rule import SEVERITIES, NotApplicable, NothingToCheck, Rule
 from regard.health.mixers.reading import MixerReading
 
-__all__ = ["SEVERITIES", "Finding", "NotApplicable", "Rule", "find_all", "kinds", "modules", "rule_of", "rules"]
+__all__ = [
+    "SEVERITIES", "Finding", "NotApplicable", "NothingToCheck", "Rule", "find_all", "kinds", "modules", "rule_of",
+    "rules",
+]  # fmt: skip
 
 
 @cache

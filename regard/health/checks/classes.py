@@ -1,7 +1,7 @@
 """A classifier must be better than an equal guess: a loss above the logarithm of the classes is worse than none."""
 
 from regard.health.checks.finding import Finding
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.task import LABELS
 from regard.health.probe.trial import Trial
 
@@ -21,7 +21,7 @@ LEAST = 4  # rows
 def check(trial: Trial) -> list[Finding]:
     task = trial.token_task
     if task is None or task.kind != LABELS or task.relation is None or task.relation.offset is not None:
-        raise NotApplicable("the batches have no label per row that the outputs [B, classes] predict")
+        raise NothingToCheck("the batches have no label per row that the outputs [B, classes] predict")
     reading = trial.token_reading
     assert reading is not None and reading.uniform is not None
     if reading.sequences < LEAST:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.probe import CapturedCall
 from regard.health.probe.trial import Trial
 
@@ -32,7 +32,7 @@ RULES = (SIGN, ORDER)
 def check(trial: Trial) -> list:
     slopes = {key: found for key, one in trial.captured[1].items() if (found := slopes_of(one)) is not None}
     if not slopes:
-        raise NotApplicable("no bias falls evenly with the distance")
+        raise NothingToCheck("no bias falls evenly with the distance")
     findings = []
     grows = [key for key, s in slopes.items() if bool((s > 0).all())]
     if grows:

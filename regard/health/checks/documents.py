@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.health.capture.documents import find_starts
 from regard.health.checks.finding import Finding
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.packed import LENGTHS, find_documents
 from regard.health.probe.probe import relative_change
 from regard.health.probe.trial import SEQUENCES, Trial
@@ -68,7 +68,7 @@ def find_packed(trial: Trial) -> tuple[TokenBatch, Tensor, str]:
             if known[1] in LENGTHS:
                 return batch, known[0][:, 1:].int().argmax(-1) + 1, f"{known[1]} ends one"
             return *_begin(batch, known[0][:SEQUENCES]), f"{known[1]} begins another"
-    raise NotApplicable("nothing in the batches (position_ids, segment ids, masks) tells of several documents in a row")
+    raise NothingToCheck("nothing in the batches (position_ids, segment ids, masks) tells of several documents")
 
 
 def _begin(batch: TokenBatch, starts: Tensor) -> tuple[TokenBatch, Tensor]:

@@ -3,7 +3,7 @@
 import torch
 
 from regard.health.checks.finding import Finding
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.probe import relative_change
 from regard.health.probe.trial import Trial
 from regard.health.tokens.text import exchange_tokens
@@ -22,7 +22,7 @@ LEAST = 1e-4  # relative change of the output
 def check(trial: Trial) -> list[Finding]:
     tokens = trial.tokens
     if not tokens.has_decoder:
-        raise NotApplicable("the model has no decoder that reads an encoder")
+        raise NothingToCheck("the model has no decoder that reads an encoder")
     trial.require_repeatable()
     everywhere = torch.ones_like(tokens.ids, dtype=torch.bool)
     changed = trial.probe.run(tokens.with_ids(exchange_tokens(tokens.ids, everywhere)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.trial import Trial
 
 HIDES = -1e3  # an additive entry at or below it hides
@@ -29,7 +29,7 @@ def check(trial: Trial) -> list:
         if "mask" in name and isinstance(x, Tensor) and x.ndim == 4 and x.shape[-2:] == (length, length)
     }
     if not masks:
-        raise NotApplicable("the batch holds no mask [B, 1, N, N]")
+        raise NothingToCheck("the batch holds no mask [B, 1, N, N]")
     name, given = next(iter(masks.items()))
     calls = {
         key: one

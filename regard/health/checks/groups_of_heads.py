@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.configuration import layer_config
 from regard.health.probe.trial import Trial
 
@@ -36,7 +36,7 @@ def check(trial: Trial) -> list:
         if any(is_tiled(x, int(groups[1])) for x in (one.k, one.v)):
             tiled.append((key, int(groups[1]), heads))
     if not judged:
-        raise NotApplicable("no call repeats key-value heads")
+        raise NothingToCheck("no call repeats key-value heads")
     if not tiled:
         return []
     key, few, heads = tiled[0]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from regard.health.checks.finding import Finding
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.differences import explain_mode
 from regard.health.probe.modes import implementations_of
 from regard.health.probe.rounding import largest_change
@@ -32,7 +32,9 @@ def check(trial: Trial) -> list[Finding]:
         except NotApplicable as reason:
             reasons.append(str(reason))
     if not outputs:
-        raise NotApplicable(reasons[0] if reasons else "the model has one attention implementation")
+        if reasons:
+            raise NotApplicable(reasons[0])
+        raise NothingToCheck("the model has one attention implementation")
     wrong = [name for name, output in outputs.items() if trial.differs(output)]
     if not wrong:
         return []

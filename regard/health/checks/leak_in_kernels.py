@@ -1,7 +1,7 @@
 """Sees the future under another attention implementation that the model has."""
 
 from regard.health.checks.finding import Finding
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.modes import implementations_of
 from regard.health.probe.trial import Trial
 
@@ -27,5 +27,7 @@ def check(trial: Trial) -> list[Finding]:
         except NotApplicable as reason:
             reasons.append(str(reason))
     if len(reasons) == len(names):
-        raise NotApplicable(reasons[0] if reasons else "the model has one attention implementation")
+        if reasons:
+            raise NotApplicable(reasons[0])
+        raise NothingToCheck("the model has one attention implementation")
     return []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.checks.finding import Finding
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.library import foreign_code
 from regard.health.probe.rounding import largest_change
 from regard.health.probe.trial import Trial
@@ -41,7 +41,7 @@ def check(trial: Trial) -> list[Finding]:
     trial.require_repeatable()
     model = trial.model
     if library_class(model) is None:
-        raise NotApplicable("the model is not one of transformers")
+        raise NothingToCheck("the model is not one of transformers")
     others = list(itertools.islice(itertools.chain(foreign_code(model), changed_attributes(model)), NAMED + 1))
     if not others:
         return []  # the library's code, with the attributes that it sets

@@ -61,7 +61,7 @@ def check(trial: Trial) -> list[Finding]:
         except NotApplicable as reason:
             reasons.append(str(reason))
     if len(reasons) == 3:
-        raise NotApplicable("; ".join(dict.fromkeys(reasons)))
+        raise NotApplicable(reasons[1])
     return list({finding.code: finding for finding in reversed(found)}.values())[::-1]
 
 

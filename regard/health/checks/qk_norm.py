@@ -7,7 +7,7 @@ import re
 import torch
 from torch import nn
 
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.configuration import layer_config
 from regard.health.probe.probe import Key
 from regard.health.probe.projections import capture_inside
@@ -39,7 +39,7 @@ RULES = (UNUSED, LATE)
 def check(trial: Trial) -> list:
     norms = {key: found for key, one in trial.captured[1].items() if (found := norms_of(one.call.module))}
     if not norms:
-        raise NotApplicable("no layer holds norms of q and k")
+        raise NothingToCheck("no layer holds norms of q and k")
     inside = capture_inside(trial)
     idle: list[tuple[Key, str]] = []
     for key, names in norms.items():

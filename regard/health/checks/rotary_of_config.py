@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.configuration import LayerConfig, expected_angles, layer_config
 from regard.health.probe.probe import Key
 from regard.health.probe.repeated import capture_repeated
@@ -59,7 +59,7 @@ def check(trial: Trial) -> list:
                 wrong.setdefault(text, []).append(key)
                 break
     if not judged:
-        raise NotApplicable("no layer with a configured rotary base turns its keys by position")
+        raise NothingToCheck("no layer with a configured rotary base turns its keys by position")
     if not wrong:
         return []
     texts = [f"{text} ({len(keys)} layers, first {keys[0][0]})" for text, keys in wrong.items()]

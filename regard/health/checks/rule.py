@@ -24,6 +24,10 @@ class NotApplicable(Exception):
     """Says in a few words why a check was not made."""
 
 
+class NothingToCheck(NotApplicable):
+    """Says what the model does not have (a soft cap, a cache), so that a check is no gap in what was looked at."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """What a check looks for.

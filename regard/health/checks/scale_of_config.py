@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from regard._call.scores import resolve_scale
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.configuration import LayerConfig, layer_config, yarn_scale
 from regard.health.probe.probe import CapturedCall, Key
 from regard.health.probe.projections import Inside, capture_inside, length_ratio
@@ -49,7 +49,7 @@ def check(trial: Trial) -> list:
             )
             wrong.setdefault(text, []).append(key)
     if not judged:
-        raise NotApplicable("the configuration names no scale, or the scale is learned")
+        raise NothingToCheck("the configuration names no scale, or the scale is learned")
     if not wrong:
         return []
     texts = [f"{text} ({len(keys)} layers, first {keys[0][0]})" for text, keys in wrong.items()]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.trial import Trial
 from regard.table import format_number
 
@@ -62,7 +62,7 @@ def build_again(model: nn.Module) -> nn.Module:
     """The same class from the same configuration, without values."""
     config = getattr(model, "config", None)
     if config is None or not type(model).__module__.startswith("transformers.models."):
-        raise NotApplicable("the model is no class of transformers")
+        raise NothingToCheck("the model is no class of transformers")
     if sum(p.numel() for p in model.parameters()) > MOST_WEIGHTS:
         raise NotApplicable("the model is too large to be built again")
     from transformers.initialization import no_init_weights

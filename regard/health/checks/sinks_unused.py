@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.trial import Trial
 
 KINDS_WITHOUT = ("sdpa", "flash_attention", "flex_attention")
@@ -24,7 +24,7 @@ RULES = (
 def check(trial: Trial) -> list:
     with_sinks = [(key, one) for key, one in trial.captured[1].items() if sink_of(one.call.module, one.q.shape[1])]
     if not with_sinks:
-        raise NotApplicable("no layer has a parameter for sinks")
+        raise NothingToCheck("no layer has a parameter for sinks")
     without = [key for key, one in with_sinks if one.call.options.get("sink") is None and one.call.kind != "by hand"]
     if not without:
         return []

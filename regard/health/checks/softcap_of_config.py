@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from regard._call.scores import resolve_scale, soft_cap
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.configuration import layer_config
 from regard.health.probe.probe import CapturedCall
 from regard.health.probe.trial import Trial
@@ -43,7 +43,7 @@ def check(trial: Trial) -> list:
             if one.call.kind != "by hand" or differs(one, wanted):
                 found.append((key, wanted, used))
     if not judged:
-        raise NotApplicable("no soft cap is configured")
+        raise NothingToCheck("no soft cap is configured")
     if not found:
         return []
     key, wanted, used = found[0]

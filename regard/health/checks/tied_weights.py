@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.trial import Trial
 
 TIED = Rule(
@@ -34,7 +34,7 @@ def check(trial: Trial) -> list:
         and not is_tied_by_config(trial.model)
         and not any(isinstance(module, nn.ModuleList) for module in trial.part.modules())
     ):
-        raise NotApplicable("the configuration ties no weights, and there is no list of layers")
+        raise NothingToCheck("the configuration ties no weights, and there is no list of layers")
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard._call.scores import resolve_scale
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.probe import CapturedCall
 from regard.health.probe.trial import Trial
 from regard.table import format_number
@@ -49,7 +49,7 @@ def check(trial: Trial) -> list:
         if one.call.mask is not None and one.call.mask.dtype != torch.bool and one.q.shape[2] == one.k.shape[2] > 4
     }
     if not added:
-        raise NotApplicable("no mask is added to scores")
+        raise NothingToCheck("no mask is added to scores")
     filled = {
         key: x for key, one in added.items() if one.call.kind == "by hand" and (x := filled_with(one)) is not None
     }

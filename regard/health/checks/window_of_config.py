@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.configuration import LayerConfig, layer_config
 from regard.health.probe.probe import CapturedCall
 from regard.health.probe.trial import Trial
@@ -43,7 +43,9 @@ def check(trial: Trial) -> list:
         if seen != min(wanted, queries):
             found.append((key, seen, wanted, bool(window)))
     if not judged:
-        raise NotApplicable("the text is shorter than the window" if short else "no sliding window is configured")
+        if short:
+            raise NotApplicable("the text is shorter than the window")
+        raise NothingToCheck("no sliding window is configured")
     if not found:
         return []
     key, seen, wanted, is_sliding = found[0]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.configuration import layer_config
 from regard.health.probe.projections import capture_inside, length_ratio
 from regard.health.probe.trial import Trial
@@ -28,7 +28,7 @@ RULES = (
 
 def check(trial: Trial) -> list:
     found: list[tuple] = []
-    judged = 0
+    judged = configured = 0
     inside = capture_inside(trial)
     for key, one in trial.captured[1].items():
         config = layer_config(trial, one)
@@ -36,6 +36,7 @@ def check(trial: Trial) -> list:
         ratios = [(name, length_ratio(x, inside[key])) for name, x in (("q", one.q), ("k", one.k))]
         if wanted is None or config is None or config.number_of("qk_rope_head_dim"):
             continue
+        configured += 1
         for name, ratio in ratios:
             if ratio is None:
                 continue
@@ -43,8 +44,10 @@ def check(trial: Trial) -> list:
             d = one.q.shape[-1]
             if all(abs(ratio[1] / (wanted * known) - 1) > OFF for known in (1.0, d**-0.5, d**-0.25)):
                 found.append((key, name, ratio[1], wanted))
+    if not configured:
+        raise NothingToCheck("no YaRN or LongRoPE is configured")
     if not judged:
-        raise NotApplicable("no YaRN or LongRoPE is configured, or q and k cannot be compared with their projections")
+        raise NotApplicable("q and k cannot be compared with their projections")
     if not found:
         return []
     key, name, used, wanted = found[0]

@@ -119,7 +119,10 @@ def check(
         sort_findings(one for one in found if one.severity != "note"),
         [one for one in found if one.severity == "note"],
         sorted(code for code in set(outcome.made) & chosen if code not in failed),
-        [Skipped(code, titles[code].title, why) for code, why in sorted(outcome.reasons) if code in wanted - failed],
+        [
+            Skipped(code, titles[code].title, why, code in outcome.absent)
+            for code, why in sorted(outcome.reasons) if code in wanted - failed
+        ],
         time.perf_counter() - started, outcome.loss, unmeasured,
     )  # fmt: skip
 
@@ -185,3 +188,5 @@ def _judge_readings(
             outcome.made += [rule.code for rule in own]
         else:
             outcome.reasons += [(rule.code, reason) for rule in own]
+            if hasattr(module, "find_in_mixers"):
+                outcome.absent |= {rule.code for rule in own}

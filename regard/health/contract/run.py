@@ -15,7 +15,7 @@ from torch import nn
 
 import regard
 from regard.health import checks
-from regard.health.checks import SEVERITIES, Finding, NotApplicable, Rule
+from regard.health.checks import SEVERITIES, Finding, NotApplicable, NothingToCheck, Rule
 from regard.health.checks.finding import Heads, Layers, sort_findings
 from regard.health.contract.ablation import Ablation, Ablator, ablate, describe_effect
 from regard.health.contract.rounding import RoundingEffect, measure_rounding
@@ -44,12 +44,16 @@ class Checks:
     seconds: float = 0.0
     made: list[str] = field(default_factory=list)  # codes of the checks that were made
     reasons: list[tuple[str, str]] = field(default_factory=list)  # (code, why it was not made)
+    absent: set[str] = field(default_factory=set)  # codes that the model has nothing for
     is_stopped: bool = False  # by Ctrl-C
 
-    def skip(self, rules: Sequence[Rule], reason: str) -> None:
-        """Notes why these rules were not checked."""
+    def skip(self, rules: Sequence[Rule], reason: str, *, is_absent: bool = False) -> None:
+        """Notes why these rules were not checked; `is_absent`: there is nothing to check, which is no gap."""
         self.reasons += [(rule.code, reason) for rule in rules]
-        self.skipped.append((rules[0].title, reason))
+        if is_absent:
+            self.absent |= {rule.code for rule in rules}
+        else:
+            self.skipped.append((rules[0].title, reason))
 
     def to_json(self) -> dict[str, Any]:
         return dict(
@@ -126,7 +130,7 @@ def _check(
     try:
         new = module.check(trial)
     except NotApplicable as reason:
-        result.skip(module.RULES, str(reason))
+        result.skip(module.RULES, str(reason), is_absent=isinstance(reason, NothingToCheck))
     except Exception as error:  # the model may refuse other tokens or lengths
         result.skip(module.RULES, describe_raised(error))
     else:

@@ -25,6 +25,7 @@ class Skipped(NamedTuple):
     code: str
     title: str
     reason: str
+    is_absent: bool = False  # the model has nothing to check: no soft cap, no cache
 
 
 def count_from(found: Iterable[Finding], severity: str) -> int:
@@ -82,7 +83,10 @@ class Verdict:
         grave = count_from(self.failures, "critical")
         failed = f"{count_noun(len(self.failures), 'failure')}{f' ({grave} critical)' if grave else ''}"
         parts = [failed, count_noun(len(self.notes), "note"), f"{len(self.passed)} passed"]
-        parts += [f"{len(self.skipped)} not checked"] + [f"{len(self.known)} in the baseline"] * bool(self.known)
+        absent = sum(one.is_absent for one in self.skipped)
+        parts += [f"{len(self.skipped) - absent} not checked"]
+        parts += [f"{absent} with nothing to check"] * bool(absent)
+        parts += [f"{len(self.known)} in the baseline"] * bool(self.known)
         return f"{self.title}: {', '.join(parts)}, {self.seconds:.1f} s"
 
     def lines(self) -> list[str]:
@@ -91,14 +95,16 @@ class Verdict:
         for cause in self.diagnosis:
             lines.append(describe(cause.finding, cause.severity))
             lines += [f"    therefore {describe_short(one)}" for one in cause.symptoms]
-        if self.skipped:
-            lines.append(f"not checked: {self.describe_skipped()}")
+        if text := self.describe_skipped():
+            lines.append(f"not checked: {text}")
         return [*lines, self.summary()]
 
     def describe_skipped(self) -> str:
-        """The reasons, each with the codes that it kept from being checked."""
+        """The reasons, each with the codes that it kept from being checked; not those with nothing to check."""
         reasons: dict[str, list[str]] = {}
         for one in self.skipped:
+            if one.is_absent:
+                continue
             reasons.setdefault(one.reason, []).append(one.code)
         listed = sorted(reasons.items(), key=lambda item: -len(item[1]))
         return "; ".join(f"{_join_codes(codes)} ({reason})" for reason, codes in listed)

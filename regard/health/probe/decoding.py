@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from regard.health.checks.rule import NotApplicable
+from regard.health.checks.rule import NotApplicable, NothingToCheck
 from regard.health.probe.probe import Probe, Transform, main_output
 from regard.health.tokens.text import TokenBatch
 
@@ -86,7 +86,7 @@ def find_decoders(probe: Probe, batch: TokenBatch) -> list[Decoder]:
         return _find_working(probe, batch, name)
     start = next((one for one in (*STARTS, *PLACES) if one in accepted), None)
     if start is None:
-        raise NotApplicable("forward takes no cache (past_key_values, cache, state, start_pos, …)")
+        raise NothingToCheck("forward takes no cache (past_key_values, cache, state, start_pos, …)")
     if not keeps_cache(probe.model):
         raise NotApplicable(f"forward takes {start}=, but neither takes a cache nor keeps one")
     decoder = Decoder(f"its own cache, {start}=", OwnState(probe.model, batch, start))

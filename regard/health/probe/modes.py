@@ -13,6 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from regard.health.checks.rule import NothingToCheck
+
 # floats that are probabilities of leaving something out: dropout, attention_dropout, drop_path_rate, layerdrop, …
 DROPOUT = re.compile(r"drop|jitter_noise|layerdrop", re.IGNORECASE)
 CONFIG_SWITCHES = ("apply_spec_augment",)  # of a configuration, that make training random
@@ -101,10 +103,10 @@ def configs_of(model: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def checkpointing(model: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing inside the block; raises ValueError if the model has none of transformers' kind."""
+    """Gradient checkpointing inside the block; raises NothingToCheck if the model has none of transformers' kind."""
     enable, disable = (getattr(model, f"gradient_checkpointing_{name}", None) for name in ("enable", "disable"))
     if enable is None or disable is None or not getattr(model, "supports_gradient_checkpointing", False):
-        raise ValueError("the model has no gradient_checkpointing_enable()")
+        raise NothingToCheck("the model has no gradient_checkpointing_enable()")
     was = bool(getattr(model, "is_gradient_checkpointing", False))
     hidden = [(module, vars(module).get("_gradient_checkpointing_func")) for module in model.modules()]
     with preserved(model):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.checks.finding import LAYERS, MODEL, Finding, Heads, Layers, fill_finding, places_in
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.measure.query_rows import pad_of
 from regard.health.probe.futures import Leak, change_later, find_leaks
 from regard.health.probe.losses import LossTasks
@@ -209,7 +209,7 @@ class Trial:
         accepted = inspect.signature(self.model.forward).parameters
         is_known = "output_attentions" in accepted or hasattr(getattr(self.model, "config", None), "output_attentions")
         if not is_known:
-            raise NotApplicable("forward does not take output_attentions")
+            raise NothingToCheck("forward does not take output_attentions")
         before, self.probe.extra = self.probe.extra, {"output_attentions": True}
         try:
             yield

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.checks.rule import NotApplicable
+from regard.health.checks.rule import NotApplicable, NothingToCheck
 from regard.health.probe.library import is_library_model
 from regard.health.probe.probe import main_output
 from regard.health.tokens.text import TokenBatch
@@ -40,7 +40,7 @@ def run_twin(model: nn.Module, batch: TokenBatch) -> dict[str, Tensor]:
     """Outputs of the twin's modules by name, in order of execution; raises NotApplicable where it cannot be built."""
     kind, config = library_class(model), getattr(model, "config", None)
     if kind is None or not (is_library_model(model) or isinstance(model, kind)):
-        raise NotApplicable("the model is not one of transformers, so there is no library code to compare it with")
+        raise NothingToCheck("the model is not one of transformers, so there is no library code to compare it with")
     if not type(config).__module__.startswith("transformers."):
         raise NotApplicable(f"its configuration {type(config).__name__} is not one of transformers")
     state = model.state_dict()

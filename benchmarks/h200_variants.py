@@ -62,10 +62,6 @@ def without(what: str) -> Iterator[None]:
     elif what in ("stored ds", "sparse", "sparse threshold"):
         kept = [tuple(k for k in table if k.name != what) for table in (registry.KERNELS, registry.BACKWARD_KERNELS)]
         patches = [patch.object(registry, "KERNELS", kept[0]), patch.object(registry, "BACKWARD_KERNELS", kept[1])]
-    elif what == "moments from keys":
-        from regard._backends.gpu.attention.hopper import key_moments
-
-        patches = [patch.object(key_moments, "moment_span", lambda p: 0)]
     else:
         patches = []
     for each in patches:
@@ -150,8 +146,6 @@ def list_cases() -> dict[str, tuple[str, Callable, tuple]]:
     )
     attention("sparse", "entmax15", ("B1 H16 N16384 d128",), both, "backward")
     attention("stored ds", "sigmoid", ("B4 H16 N4096 d128",), both, "backward")
-    ends = ("B1 H16 N16384 d128", "B1 H32 N16384 d64")
-    attention("moments from keys", "softmax", (*long, *ends), both, stats=("entropy", "logit_variance"))
     return found
 
 

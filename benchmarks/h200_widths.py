@@ -66,10 +66,9 @@ def check(name: str) -> str:
 
     from regard import statistics
     from regard._backends.gpu.attention import launch as attention
-    from regard._backends.gpu.attention.hopper import key_moments
     from regard._backends.gpu.attention.hopper import launch as hopper
 
-    for module in (attention, hopper, key_moments):
+    for module in (attention, hopper):
         module.torch = Poisoned()
     attention.SMALL = 0  # no tapes, which would not see the patch below
     sizes, options = CASES[name]

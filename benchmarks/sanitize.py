@@ -19,15 +19,14 @@ from unittest.mock import patch
 
 TOOLS = ("memcheck", "racecheck")
 SHARES = 2
-KINDS = ["rows", "attention", "lists", "moments", "fixed shift", "stored"]
+KINDS = ["rows", "attention", "lists", "fixed shift", "stored"]
 
 
 def cases() -> list[tuple]:
     """(normaliser, "rows", dtype, rows, columns) or (normaliser, "attention", queries, keys, width, statistics?).
 
-    "lists" is "attention" with lists at any length, forward
-    and backward; "moments" with the keys' forms at any; in "fixed shift" rows outgrow it; in "stored" ds is
-    stored at any length.
+    "lists" is "attention" with lists at any length, forward and backward; in "fixed shift" rows outgrow it; in "stored"
+    ds is stored at any length.
     """
     found: list[tuple] = []
     for name in ("softmax", "softpick", "entmax15", "sigmoid"):
@@ -37,7 +36,7 @@ def cases() -> list[tuple]:
     found += [(name, "attention", 300, 300, 128, every) for name in ("softmax", "entmax15") for every in (False, True)]
     found += [("softmax", "attention", 272, 272, 64, False), ("sigmoid", "attention", 130, 257, 64, True)]
     found += [("entmax15", "lists", 600, 600, 128, False), ("sparsemax", "lists", 300, 700, 64, True)]
-    found += [("softmax", "moments", 600, 600, 64, True), ("softmax", "moments", 300, 700, 128, True)]
+    found += [("softmax", "attention", 600, 600, 64, True), ("softmax", "attention", 300, 700, 128, True)]
     found += [("sigmoid", "attention", 300, 300, 64, False), ("softmax", "fixed shift", 300, 300, 64, False)]
     found += [("softpick", "fixed shift", 300, 333, 128, False)]
     found += [("softmax", "stored", 300, 300, 128, False), ("softpick", "stored", 200, 333, 128, False)]
@@ -51,7 +50,6 @@ def call(name: str, kind: str, *sizes) -> None:
     from regard import normalizers, statistics
     from regard._backends.gpu.attention import launch as attention
     from regard._backends.gpu.attention.backward import dkv, stored_ds
-    from regard._backends.gpu.attention.hopper import key_moments
     from regard._backends.gpu.attention.hopper import launch as hopper
     from regard._backends.gpu.attention.sparse import launch as sparse
     from regard._backends.gpu.rows import launch as rows
@@ -75,9 +73,6 @@ def call(name: str, kind: str, *sizes) -> None:
             if kind == "lists":
                 lengths = dict.fromkeys(sparse.LENGTHS, range(256, 2**31))
                 small.enter_context(patch.object(sparse, "LENGTHS", lengths))
-            if kind == "moments":
-                behind = dict.fromkeys(key_moments.MIN_CAUSAL_KEYS, 256)
-                small.enter_context(patch.multiple(key_moments, MIN_KEYS=256, MIN_CAUSAL_KEYS=behind, SPAN=256))
             if kind == "fixed shift":
                 small.enter_context(patch.object(hopper, "MIN_FIXED_SHIFT_SCORES", 0))
                 k[:, :, 3] *= 60.0

@@ -6,7 +6,6 @@ import torch
 from attention_data import Poisoned, make
 
 from regard._backends.gpu.attention import launch, registry
-from regard._backends.gpu.attention.hopper import key_moments
 from regard._backends.gpu.attention.hopper import launch as hopper
 
 SHAPES = (  # no length is a multiple of 16, for which Triton would compile another kernel
@@ -19,7 +18,7 @@ SHAPES = (  # no length is a multiple of 16, for which Triton would compile anot
 
 def poison(monkeypatch) -> None:
     """Fills fresh tensors with NaN and sends small calls to the kernel itself: no tape, no limit on scores."""
-    for module in (launch, hopper, key_moments):
+    for module in (launch, hopper):
         monkeypatch.setattr(module, "torch", Poisoned())
     monkeypatch.setattr(launch, "_has_tape", lambda problem: False)  # a tape would not see what a test patches
     monkeypatch.setattr(registry, "FEW_SCORES", 0)

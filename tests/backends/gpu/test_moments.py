@@ -1,4 +1,4 @@
-"""The kernels before and after the Hopper forward, interpreted: key moments, and statistics from its raw sums."""
+"""The kernels after the Hopper forward, interpreted: statistics from its raw sums."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from attention_data import FLOOR, Poisoned, make
+from attention_data import FLOOR, make
 from interval_data import dense_twin, find_truth, with_biases
 
 from regard import reference
 from regard._backends.gpu.attention import config
 from regard._backends.gpu.attention.forward import launch as forward
-from regard._backends.gpu.attention.hopper import key_moments
 from regard._backends.gpu.attention.masks.tables import add_key_index
 
 HIDDEN = -(2.0**100)
@@ -23,24 +22,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-
-
-@pytest.mark.parametrize(("causal", "m", "n"), [(False, 50, 700), (True, 700, 700), (True, 600, 700), (True, 900, 513)])
-def test_key_moments(causal, m, n, monkeypatch):
-    monkeypatch.setattr(key_moments, "torch", Poisoned())
-    monkeypatch.setattr(key_moments, "PROGRAMS", 6)
-    problem = make(0, b=2, h=2, g=1, m=m, n=n, d=16, e=16, dtype=torch.float16, causal=causal)
-    moments = key_moments.compute_key_moments(problem, 256 if causal else -1)
-    k = problem.k.double().flatten(0, 1)
-    ends = range(256, min(m, n), 256) if causal else [n]
-    assert moments.products.shape == (2, len(ends), 3 * 16, 16)
-    for state, end in enumerate(ends):
-        seen = k[:, :end]
-        products, lengths = seen.mT @ seen, seen.square().sum((1, 2))
-        found = moments.products[:, state].double().unflatten(1, (3, 16)).sum(1)
-        assert (found - products).abs().max() <= 1e-6 * products.abs().max()
-        assert (moments.sums[:, state] - seen.sum(1)).abs().max() <= 1e-5 * seen.abs().sum(1).max()
-        assert (moments.lengths[:, state] - lengths).abs().max() <= 1e-6 * lengths.max()
 
 
 def compute_raw_sums(p):
@@ -62,10 +43,9 @@ def compute_raw_sums(p):
     u = power.exp2()
     distance = (u * (i - j).abs()).sum(-1)
     log_u = (u * power.masked_fill(~visible, 0.0)).sum(-1)
-    magnitude = (p.q.double().square().sum(-1, keepdim=True) * k.square().sum((-1, -2), keepdim=True))[..., 0]
     first_y = y.gather(-1, first.clamp_max(y.shape[-1] - 1).expand(*y.shape[:-1], 1))[..., 0]
     y = y.masked_fill(~visible, 0.0)
-    squares = y.square().sum(-1), magnitude, log_u, u.square().sum(-1)
+    squares = y.square().sum(-1), log_u, u.square().sum(-1)
     return torch.stack([top[..., 0], u.sum(-1), distance, y.sum(-1), *squares, first_y]).float()
 
 
@@ -88,12 +68,10 @@ def test_statistics_of_sums(options, sharp):
     p.k[0, 0, :, 0] = -60.0
     p.k[0, 0, 36 if "left" in options else 3, 0] = 0.0
     raw_sums, stats = compute_raw_sums(p), torch.full((len(p.stats), *p.q.shape[:-1]), math.nan)
-    raw_sums[5, 1, 0, 7] = math.inf  # a magnitude that no float16 product has
     raw_sums[0] += 1e-6 * raw_sums[0].abs() if p.softcap is not None else 0.0  # the kernel's tanh is another one
     forward.finish_statistics(p, raw_sums, stats, config.options(p), None)
     imprecise = raw_sums[0] < math.inf
     assert imprecise.any() and not imprecise.all() and imprecise[0, 0, -1]
-    assert imprecise[1, 0, 7] == ("lengths" not in options)  # where no key is visible, nothing is recomputed
     _, truths = reference.of_problem(p)
     for name, ours, truth in zip(p.stats, stats.double(), truths, strict=True):
         empty = ~torch.isfinite(truth)
@@ -113,17 +91,9 @@ def test_statistics_of_sums_with_a_bias(kind, sharp):
     p.k[0, 0, :, 0] = -60.0
     p.k[0, 0, 3, 0] = 0.0
     raw_sums, stats = compute_raw_sums(p), torch.full((len(p.stats), *p.q.shape[:-1]), math.nan)
-    raw_sums[[0, 8]] *= 1.0 + 1e-6
+    raw_sums[[0, 7]] *= 1.0 + 1e-6
     forward.finish_statistics(p, raw_sums, stats, add_key_index(p, config.options(p)), None)
     imprecise = raw_sums[0] < math.inf
     assert imprecise[0, 0, -1] and not imprecise.all()
     for name, ours, truth in zip(p.stats, stats.double(), find_truth(p)[1], strict=True):
         assert ((ours - truth).abs() / (truth.abs() + FLOOR[name])).max() <= 3e-4, name
-
-
-def test_spans_double_with_the_keys(monkeypatch):
-    monkeypatch.setattr(key_moments, "MIN_CAUSAL_KEYS", {1: 0})
-    problems = (
-        make(0, b=1, h=1, g=1, m=n, n=n, d=1, e=1, dtype=torch.bfloat16, causal=True) for n in (16384, 16385, 32769)
-    )
-    assert [key_moments.moment_span(problem) for problem in problems] == [1024, 2048, 4096]

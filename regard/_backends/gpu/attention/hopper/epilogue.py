@@ -1,4 +1,4 @@
-"""The end of one block of rows in `forward_hopper`: moments from the keys, o / Z, row state and raw sums."""
+"""The end of one block of rows in `forward_hopper`: o / Z, row state and raw sums."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.forward.online import find_shift, join_sink
 from regard._backends.gpu.attention.hopper.biases import is_left_out
-from regard._backends.gpu.attention.hopper.fragment import ROWS, split_columns, zeros
-from regard._backends.gpu.attention.hopper.ring import async_store, moments_index
+from regard._backends.gpu.attention.hopper.fragment import ROWS, split_columns
+from regard._backends.gpu.attention.hopper.ring import async_store
 from regard._backends.gpu.attention.hopper.second_pass import RowIndex
 from regard._backends.gpu.attention.hopper.spans import find_plane, find_row
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
@@ -33,49 +28,18 @@ class RowState(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where a block's results are stored, and the key moments it reads."""
+    """Where a block's results are stored, and what it reads of the call."""
 
     o: Any
     shifts: Any
     sums: Any
-    raw_sums: Any  # [9, B, H, M], see `forward_statistics`
-    moments: Any  # `key_moments.KeyMoments`
+    raw_sums: Any  # [8, B, H, M], see `forward_statistics`
     spans: Any  # `spans.Spans`
     bias: Any  # `biases.KeyBias` or `biases.RelativeBias`
 
 
 @gluon.jit
-def sum_key_moments(q, ring, work, outputs, opt, C: gl.constexpr):
-    """(Σy, Σy², |q|²·Σ|k|²) over the keys whose moments follow the tiles in the ring."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.PANEL, 16])
-    product = zeros(C.PANEL, S)
-    for c in gl.static_range(3):
-        t = work.end + c * C.PANEL // C.BN
-        stage = t % C.STAGES
-        mbarrier.wait(ring.k_full.index(stage), (t // C.STAGES) & 1)
-        keys = ring.k.index(stage).reshape([C.BN, C.PANEL]).slice(c * C.PANEL % C.BN, C.PANEL).permute((1, 0))
-        product = warpgroup_mma(q, keys, product, use_acc=c > 0, is_async=True)
-        product = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(ring.free.index(stage), count=1, pred=(c + 1) * C.PANEL % C.BN == 0 or c == 2)
-    q_rows = q.load(S).to(gl.float32)
-    head, prefix = moments_index(work, opt, C)
-    at = head
-    if C.MOMENT_SPAN > 0:
-        at = head * (gl.cdiv(gl.minimum(opt.queries, opt.keys), C.MOMENT_SPAN) - 1) + prefix
-    key_sum = gl.load(outputs.moments.sums + at * C.PANEL + gl.arange(0, C.PANEL, gl.SliceLayout(0, S)))
-    sum_y = gl.sum(q_rows * gl.expand_dims(key_sum, 0), 1)
-    sum_y2 = gl.sum(q_rows * product, 1)
-    magnitude = gl.sum(q_rows * q_rows, 1) * gl.load(outputs.moments.lengths + at)
-    if C.MOMENT_SPAN > 0:
-        any_key = work.before > 0
-        sum_y = gl.where(any_key, sum_y, 0.0)
-        sum_y2 = gl.where(any_key, sum_y2, 0.0)
-        magnitude = gl.where(any_key, magnitude, 0.0)
-    return sum_y, sum_y2, magnitude
-
-
-@gluon.jit
-def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.constexpr):
+def write_block(o, r, i, a, outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.constexpr):
     """Stores o / Z, the row state and the raw sums.
 
     A kernel of its own (`forward_statistics`) finishes them because its code would not fit beside the loop.
@@ -132,19 +96,18 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
         if NEED.distance:
             gl.store(to + 2 * rows, to_rows(gl.sum(r.distance, 1), i) * factor, mask=inside)
         if NEED.moments:
-            gl.store(to + 3 * rows, to_rows(gl.sum(r.mean, 1), i) + to_rows(key_sums[0], i), mask=inside)
-            gl.store(to + 4 * rows, to_rows(gl.sum(r.m2, 1), i) + to_rows(key_sums[1], i), mask=inside)
-            gl.store(to + 5 * rows, to_rows(key_sums[2], i), mask=inside)
+            gl.store(to + 3 * rows, to_rows(gl.sum(r.mean, 1), i), mask=inside)
+            gl.store(to + 4 * rows, to_rows(gl.sum(r.m2, 1), i), mask=inside)
         if NEED.log_u:
-            gl.store(to + 6 * rows, (to_rows(gl.sum(r.log_u, 1), i) + offset * loop_z) * factor, mask=inside)
+            gl.store(to + 5 * rows, (to_rows(gl.sum(r.log_u, 1), i) + offset * loop_z) * factor, mask=inside)
         if NEED.square:
-            gl.store(to + 7 * rows, to_rows(gl.sum(r.square, 1), i) * (factor * factor), mask=inside)
+            gl.store(to + 6 * rows, to_rows(gl.sum(r.square, 1), i) * (factor * factor), mask=inside)
         if NEED.first:
             first_y = r.first
             if opt.left is None and not C.INTERVAL:
                 lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, r.first.type.layout)), 0)
                 first_y = gl.where(lane == 0, r.first, 0.0)
-            gl.store(to + 8 * rows, to_rows(gl.sum(first_y, 1), i), mask=inside)
+            gl.store(to + 7 * rows, to_rows(gl.sum(first_y, 1), i), mask=inside)
 
 
 @gluon.jit

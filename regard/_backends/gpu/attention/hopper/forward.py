@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.hopper import ptx, row_sums
-from regard._backends.gpu.attention.hopper.epilogue import Outputs, sum_key_moments, write_block
+from regard._backends.gpu.attention.hopper.epilogue import Outputs, write_block
 from regard._backends.gpu.attention.hopper.fragment import ROWS, split_keys, zeros
 from regard._backends.gpu.attention.hopper.relative_scores import add_relative, find_table, prefetch_relative
 from regard._backends.gpu.attention.hopper.ring import (
@@ -100,9 +100,6 @@ def process_tile(t, o, p, r, at, ring, work, rows, opt, group: gl.constexpr, C: 
     method = row_sums.choose_method(s, r, a, theta, ring.v.dtype, C)
     y = split_keys(s, SPLITS)
     sums = row_sums.empty_tile(r)
-    needs_moments = True
-    if C.MOMENT_SPAN > 0:
-        needs_moments = start >= work.before
     weights = ()
     for c in gl.static_range(SPLITS):
         if c + 1 < SPLITS:
@@ -111,7 +108,7 @@ def process_tile(t, o, p, r, at, ring, work, rows, opt, group: gl.constexpr, C: 
             u, sums = row_sums.weigh_sigmoid(y[c], sums, a, theta, method, ring.v.dtype, C)
         else:
             u, sums = row_sums.weigh_split(
-                y[c], r, sums, i, a, theta, start, work.i0 + group * ROWS, needs_moments, c * (C.BN // SPLITS), C, EDGE
+                y[c], r, sums, i, a, theta, start, work.i0 + group * ROWS, c * (C.BN // SPLITS), C, EDGE
             )
         weights = weights + (u,)  # noqa: RUF005 (Triton has no star)
     r = row_sums.add_tile(r, sums, i, start, work.i0 + group * ROWS, C, EDGE)
@@ -196,7 +193,7 @@ def process_block(work, s, rounds, outputs, ring, opt, blocks, group: gl.constex
     following = work
     if C.PERSISTENT:
         next_round = gl.minimum(work.round + 1, rounds - 1)
-        following = get_work(next_round, work.end + C.MOMENT_TILES, outputs.spans, outputs.bias, opt, C)
+        following = get_work(next_round, work.end, outputs.spans, outputs.bias, opt, C)
     i = r0 + gl.arange(0, ROWS, gl.SliceLayout(1, SPLIT))
     first = i * 0
     last = i * 0 + work.keys
@@ -232,7 +229,7 @@ def process_block(work, s, rounds, outputs, ring, opt, blocks, group: gl.constex
     sums = row_sums.empty_tile(r)
     p = ()
     for c in gl.static_range(SPLITS):
-        u, sums = row_sums.weigh_split(y[c], r, sums, place, a_lanes, theta, start, r0, True, c * WIDTH, C, True)
+        u, sums = row_sums.weigh_split(y[c], r, sums, place, a_lanes, theta, start, r0, c * WIDTH, C, True)
         p = p + (to_operand(u, ring, C),)  # noqa: RUF005
     r = row_sums.add_tile(r, sums, place, start, r0, C, True)
     o = zeros(C.E, OUT)
@@ -272,27 +269,23 @@ def process_block(work, s, rounds, outputs, ring, opt, blocks, group: gl.constex
         clear_hidden(values, first_key(end, work, C), work, opt, C)
     for c in gl.static_range(SPLITS):
         o = start_output(c, o, p, values, C)
-    none = a * 0.0
-    key_sums = (none, none, none)
-    if C.MOMENT_SPAN != 0:
-        key_sums = sum_key_moments(ring.q.index(at).reshape([ROWS, C.PANEL]), ring, work, outputs, opt, C)
     if C.EARLY:
         PENDING: gl.constexpr = C.PANELS + 1 if C.KEY_BIAS else C.PANELS
         if C.CAUSAL and C.BM > C.BN:  # the next block may skip tiles, which releases the values that p·v still reads
             o = warpgroup_mma_wait(0, deps=[o])
         s = start_block(following, work.round + 1 < rounds, ring, group, C)
         o = warpgroup_mma_wait(PENDING, deps=[o])
-        write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group, C)
+        write_block(o, r, i, a, outputs, ring, work, opt, blocks, group, C)
         s = warpgroup_mma_wait(0, deps=[s])
     else:
         o = warpgroup_mma_wait(0, deps=[o])
-        write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group, C)
+        write_block(o, r, i, a, outputs, ring, work, opt, blocks, group, C)
     return following, s
 
 
 @gluon.jit
 def forward_hopper(
-    q_blocks, k_blocks, v_blocks, o_blocks, extra_blocks, shifts, sums, raw_sums, moments, spans, bias, opt, blocks,
+    q_blocks, k_blocks, v_blocks, o_blocks, bias_blocks, shifts, sums, raw_sums, spans, bias, opt, blocks,
     C: gl.constexpr,
 ):  # fmt: skip
     """Computes o, the row state and, for statistics, the raw sums that `forward_statistics` finishes."""
@@ -308,7 +301,7 @@ def forward_hopper(
         ones = gl.allocate_shared_memory(TYPE, [ROWS, 16], gl.NVMMASharedLayout(32, 16, 2))
         column = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, LAYOUT)), 0)
         ones.store(gl.where(column < 3, gl.full([ROWS, 16], 1.0, gl.float32, LAYOUT), 0.0).to(TYPE))
-        columns = gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, 16], extra_blocks.layout)
+        columns = gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, 16], bias_blocks.layout)
     ring = Ring(
         gl.allocate_shared_memory(TYPE, [QUERIES * PANELS, 1, 1, ROWS, C.PANEL], q_blocks.layout),
         gl.allocate_shared_memory(TYPE, [STAGES * PANELS, 1, 1, C.BN, C.PANEL], k_blocks.layout),
@@ -322,12 +315,12 @@ def forward_hopper(
         columns,
     )
     fence_async_shared()
-    outputs = Outputs(o_blocks, shifts, sums, raw_sums, moments, spans, bias)
+    outputs = Outputs(o_blocks, shifts, sums, raw_sums, spans, bias)
     if WARPGROUPS == 1:
         gl.warp_specialize(
             [
                 (consume, (outputs, ring, opt, blocks, 0, C)),
-                (produce, (q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, bias, opt, blocks, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, bias_blocks, ring, spans, bias, opt, blocks, C)),
             ],
             [1],
             [24],
@@ -337,7 +330,7 @@ def forward_hopper(
             [
                 (consume, (outputs, ring, opt, blocks, 0, C)),
                 (consume, (outputs, ring, opt, blocks, 1, C)),
-                (produce, (q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, bias, opt, blocks, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, bias_blocks, ring, spans, bias, opt, blocks, C)),
             ],
             [4, 1],
             [C.REGISTERS, 24],
@@ -348,7 +341,7 @@ def forward_hopper(
                 (consume, (outputs, ring, opt, blocks, 0, C)),
                 (consume, (outputs, ring, opt, blocks, 1, C)),
                 (consume, (outputs, ring, opt, blocks, 2, C)),
-                (produce, (q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, bias, opt, blocks, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, bias_blocks, ring, spans, bias, opt, blocks, C)),
             ],
             [4, 4, 1],
             [C.REGISTERS, C.REGISTERS, 24],

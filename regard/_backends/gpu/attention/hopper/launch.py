@@ -13,7 +13,6 @@ import triton.language as tl
 from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import statistics
 from regard._backends.gpu.attention.config import has_key_bias
-from regard._backends.gpu.attention.hopper import key_moments
 from regard._backends.gpu.attention.hopper.biases import COLUMNS, make_key_bias, make_relative_bias
 from regard._backends.gpu.attention.hopper.spans import Spans, needs_spans
 from regard._backends.gpu.attention.limits import (
@@ -138,23 +137,20 @@ def forward(
     k, v = p.k, p.v
     if C.CAUSAL and k.shape[-2] > p.q.shape[-2]:  # hidden keys may hold NaN: they are not read
         k, v = k[:, :, : p.q.shape[-2]], v[:, :, : p.q.shape[-2]]
-    raw_sums = torch.empty(9, *shift.shape, dtype=torch.float32, device=o.device) if p.stats else None
+    raw_sums = torch.empty(8, *shift.shape, dtype=torch.float32, device=o.device) if p.stats else None
     descriptors = (
         describe_rows(p.q, ROWS, C.PANEL),
         describe_rows(k, C.BN, C.PANEL),
         describe_rows(v, C.BN, C.E),
         describe_rows(o, ROWS, C.PANEL),
     )
-    moments, bias, extra_blocks = None, None, None
-    if C.MOMENT_SPAN != 0:
-        moments = key_moments.compute_key_moments(p, C.MOMENT_SPAN)
-        extra_blocks = describe_rows(moments.products, C.BN)
+    bias, bias_blocks = None, None
     if C.KEY_BIAS:
         bias, columns = make_key_bias(p, options)
-        extra_blocks = describe_rows(columns, C.BN)
+        bias_blocks = describe_rows(columns, C.BN)
     if C.RELATIVE:
         bias = make_relative_bias(p, options)
-    arguments = *descriptors, extra_blocks, shift, z, raw_sums, moments, spans, bias, options, blocks
+    arguments = *descriptors, bias_blocks, shift, z, raw_sums, spans, bias, options, blocks
     # two programs share an SM: their threads start with equal shares, of which the producer's leave all but a few
     how = dict(maxnreg=(C.REGISTERS + PRODUCER_REGISTERS) // 2) if C.WARPGROUPS == 1 else {}
     launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4, **how)
@@ -168,7 +164,6 @@ def make_config(p: Problem) -> ForwardConfig:
     causal, panels = is_causal(p), choose_panels(p.q.shape[-1], p.v.shape[-1])
     keys, splits, groups, stages, registers = choose_tiles(p)
     need = statistics.needs(p.stats, p.choice, False)
-    span = key_moments.moment_span(p) if need.moments and keys >= panels.PANEL else 0
     blocks, programs = plan_programs(p, ROWS * groups)
     diagonal_first = need.distance and not causal and keys % (ROWS * groups) == 0 and not needs_spans(p)
     return ForwardConfig(
@@ -189,8 +184,6 @@ def make_config(p: Problem) -> ForwardConfig:
         RAGGED=diagonal_first and (p.k.shape[-2] % keys != 0 or p.key_lengths is not None),
         PERSISTENT=programs < blocks,
         EARLY=programs < blocks and may_see_few_keys(p),
-        MOMENT_TILES=triton.cdiv(3 * panels.PANEL, keys) if span else 0,
-        MOMENT_SPAN=span,
         SLACK=SLACK[p.q.dtype],
         FIXED_SHIFT=has_fixed_shift(p),
         ACC=tl.float32,

@@ -2,7 +2,7 @@
 
 A block of queries visits its key tiles from the last to the first, so that the tile which causal rows see in part comes
 first and alone carries masking code. Where every row sees every key, it begins with the tile on the diagonal, where
-i − j changes its sign. After the tiles may follow the sums of k·kᵀ of `key_moments`.
+i − j changes its sign.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ class ForwardConfig(NamedTuple):
     RAGGED: bool  # beside DIAGONAL_FIRST: the last tile has keys past the end
     PERSISTENT: bool  # a program takes many blocks and loads the next one's tiles while one ends
     EARLY: bool  # and computes the first scores of the next while one is stored
-    MOMENT_TILES: int  # tiles of the ring that the key moments take
-    MOMENT_SPAN: int  # Σy and Σy² of keys before the last multiple of it come from `key_moments`; −1: all, 0: none
     SLACK: float  # powers of two by which a score may exceed the shift
     FIXED_SHIFT: bool  # the shift stays where the first tile puts it; rows that overflow get z = NaN
     ACC: Any
@@ -80,7 +78,6 @@ class Work(NamedTuple):
     lowest: Any  # first key that a query sees; with intervals only
     low: Any  # number of the first key tile
     count: Any  # key tiles
-    before: Any  # keys whose moments come from `key_moments`
     base: Any
     end: Any
 
@@ -137,7 +134,6 @@ def get_work(round, base, spans, bias, opt, C: gl.constexpr):
     count = gl.cdiv(keys, C.BN)
     low = 0
     lowest = 0
-    before = 0
     if C.CAUSAL:
         count = gl.minimum(count, gl.cdiv(i0 + C.BM, C.BN))
     if opt.left is not None:
@@ -154,9 +150,7 @@ def get_work(round, base, spans, bias, opt, C: gl.constexpr):
         count = gl.maximum(gl.cdiv(keys, C.BN) - low, 1)
     if C.KEY_BIAS or C.RELATIVE:
         count = gl.where(is_left_out(bias, head // opt.heads, head % opt.heads), 1, count)
-    if C.MOMENT_SPAN > 0:
-        before = gl.minimum(i0, opt.keys) // C.MOMENT_SPAN * C.MOMENT_SPAN
-    return Work(round, head // opt.heads, head % opt.heads, i0, keys, lowest, low, count, before, base, base + count)
+    return Work(round, head // opt.heads, head % opt.heads, i0, keys, lowest, low, count, base, base + count)
 
 
 @gluon.jit
@@ -209,34 +203,24 @@ def divide_tiles(begin, r0, work, spans, C: gl.constexpr):
 
 
 @gluon.jit
-def moments_index(work, opt, C: gl.constexpr):
-    """(key head, prefix of the keys) of the moments that this block needs."""
-    prefix = 0
-    if C.MOMENT_SPAN > 0:
-        prefix = gl.maximum(work.before // C.MOMENT_SPAN - 1, 0)
-    return work.b * (opt.heads // opt.group) + work.h // opt.group, prefix
-
-
-@gluon.jit
-def produce(q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, bias, opt, blocks, C: gl.constexpr):
+def produce(q_blocks, k_blocks, v_blocks, bias_blocks, ring, spans, bias, opt, blocks, C: gl.constexpr):
     """The producer warp: loads every tile that the consumers of this program need."""
     if C.PERSISTENT:
         base = 0
         for round in range(count_rounds(blocks, C)):
             work = get_work(round, base, spans, bias, opt, C)
-            load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, bias, opt, C)
-            base = work.end + C.MOMENT_TILES
+            load_block(q_blocks, k_blocks, v_blocks, bias_blocks, ring, work, bias, opt, C)
+            base = work.end
     else:
         work = get_work(0, 0, spans, bias, opt, C)
-        load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, bias, opt, C)
+        load_block(q_blocks, k_blocks, v_blocks, bias_blocks, ring, work, bias, opt, C)
 
 
 @gluon.jit
-def load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, bias, opt, C: gl.constexpr):
-    """Loads q, then k and v tile by tile, of one block; `extra_blocks` are the keys' bias or, loaded last, moments."""
+def load_block(q_blocks, k_blocks, v_blocks, bias_blocks, ring, work, bias, opt, C: gl.constexpr):
+    """Loads q, then k and v tile by tile, of one block; `bias_blocks` hold the keys' bias."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     PANELS: gl.constexpr = C.PANELS
-    MOMENT_TILES: gl.constexpr = C.MOMENT_TILES
     g = work.h // opt.group
     for group in gl.static_range(WARPGROUPS):
         at = work.round % 2 * WARPGROUPS + group
@@ -254,21 +238,12 @@ def load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, bias, opt
         full = ring.k_full.index(stage)
         mbarrier.expect(full, C.BN * (C.PANEL * PANELS + (16 if C.KEY_BIAS else 0)) * 2)
         if C.KEY_BIAS:
-            async_load(extra_blocks, [work.b * bias.b, work.h * bias.h, start, 0], full, ring.bias.index(stage))
+            async_load(bias_blocks, [work.b * bias.b, work.h * bias.h, start, 0], full, ring.bias.index(stage))
         for c in gl.static_range(PANELS):
             async_load(k_blocks, [work.b, g, start, c * C.PANEL], full, ring.k.index(stage * PANELS + c))
         mbarrier.wait(ring.free.index(next_stage), (((t + 1) // C.STAGES) & 1) ^ 1)
         mbarrier.expect(ring.v_full.index(stage), C.BN * C.E * 2)
         async_load(v_blocks, [work.b, g, start, 0], ring.v_full.index(stage), ring.v.index(stage))
-    for c in gl.static_range(MOMENT_TILES):
-        t = work.end + c
-        stage, next_stage = t % C.STAGES, (t + 1) % C.STAGES
-        head, prefix = moments_index(work, opt, C)
-        mbarrier.wait(ring.free.index(stage), ((t // C.STAGES) & 1) ^ 1)
-        mbarrier.expect(ring.k_full.index(stage), C.BN * C.PANEL * 2)
-        async_load(extra_blocks, [head, prefix, c * C.BN, 0], ring.k_full.index(stage), ring.k.index(stage))
-        mbarrier.wait(ring.free.index(next_stage), (((t + 1) // C.STAGES) & 1) ^ 1)
-        mbarrier.arrive(ring.v_full.index(stage), count=1)  # no values belong to it
 
 
 @gluon.jit

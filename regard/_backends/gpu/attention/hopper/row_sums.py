@@ -133,24 +133,18 @@ def empty_tile(r):
 
 
 @gluon.jit
-def weigh_split(
-    y, r, x, i, a, theta, start, r0, needs_moments, BASE: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr
-):
-    """(u, x + sums) of one split y of the tile at key `start`; the split begins at its key BASE.
-
-    Without `needs_moments` Σy and Σy² of the tile come from `key_moments`.
-    """
+def weigh_split(y, r, x, i, a, theta, start, r0, BASE: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr):
+    """(u, x + sums) of one split y of the tile at key `start`; the split begins at its key BASE."""
     NEED: gl.constexpr = C.NEED
     F: gl.constexpr = C.F
     FIRST: gl.constexpr = BASE == 0
     mean, m2 = x.mean, x.m2
-    if NEED.moments and C.MOMENT_SPAN >= 0:
-        if needs_moments:  # before the weights: a later branch would keep all scores in registers
-            visible_y = y
-            if EDGE and (not C.DIAGONAL_FIRST or C.RAGGED):
-                visible_y = gl.where(y == HIDDEN, 0.0, y)
-            mean = accumulate(visible_y, mean, FIRST)
-            m2 = accumulate(visible_y * visible_y, m2, FIRST)
+    if NEED.moments:  # before the weights: later it would keep all scores in registers
+        visible_y = y
+        if EDGE and (not C.DIAGONAL_FIRST or C.RAGGED):
+            visible_y = gl.where(y == HIDDEN, 0.0, y)
+        mean = accumulate(visible_y, mean, FIRST)
+        m2 = accumulate(visible_y * visible_y, m2, FIRST)
     u, v, power = compute_weights(y, per_lane(a), per_lane(a * LOG2E), per_lane(r.shift), theta, F)
     if EDGE and (not C.DIAGONAL_FIRST or C.RAGGED):
         u = gl.where(y == HIDDEN, 0.0, u)
@@ -183,7 +177,7 @@ def add_tile(r, x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
         square += x.square
     if NEED.distance:
         distance = add_distance(x, distance, i, start, r0, C, EDGE)
-    if NEED.moments and C.MOMENT_SPAN >= 0:
+    if NEED.moments:
         mean += x.mean
         m2 += x.m2
     return RowSums(r.top, r.shift, z, log_u, square, distance, mean, m2, r.first)

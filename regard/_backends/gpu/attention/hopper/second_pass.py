@@ -7,7 +7,7 @@
 A row is imprecise if a difference has lost its digits:
 
     Σu − 1         of a nearly one-hot row: small beside 1
-    Σ(y − ȳ)²      small beside n·ȳ² or, if Σy² came from `key_moments`, beside |q|²·Σ|k|²
+    Σ(y − ȳ)²      small beside n·ȳ²
 
 Then the sums exclude the row maximum and are centred on the first pass's mean c:
 
@@ -48,7 +48,7 @@ class RowIndex(NamedTuple):
 def forward_statistics(raw_sums, stats, rows, spans, opt, C: tl.constexpr, N: tl.constexpr, SAME: tl.constexpr):
     """Stores the statistics of N rows per program.
 
-    raw_sums [9, rows]: max y, Z, Σu·|i − j|, Σy, Σy², |q|²·Σ|k|², Σu·log₂u, Σu², first y, in the shift of the maximum.
+    raw_sums [8, rows]: max y, Z, Σu·|i − j|, Σy, Σy², Σu·log₂u, Σu², first y, in the shift of the maximum.
     For `forward_imprecise`, max y becomes +inf in precise rows, and Σy becomes Σy/n in the others, in its units of y:
     the SAME, or y times the scale.
     """
@@ -73,20 +73,19 @@ def forward_statistics(raw_sums, stats, rows, spans, opt, C: tl.constexpr, N: tl
     z = tl.load(raw_sums + rows + row, mask=inside, other=1.0)
     zero = z * 0.0
     one = zero + 1.0
-    distance, mean, m2, magnitude, log_u, square, first_u = zero, zero, zero, zero, zero, zero, zero
+    distance, mean, m2, log_u, square, first_u = zero, zero, zero, zero, zero, zero
     shift = find_shift(top, b2, F)
     if C.NEED.distance:
         distance = tl.load(raw_sums + 2 * rows + row, mask=inside, other=0.0)
     if C.NEED.moments:
         mean = tl.load(raw_sums + 3 * rows + row, mask=inside, other=0.0)
         m2 = tl.load(raw_sums + 4 * rows + row, mask=inside, other=0.0)
-        magnitude = tl.load(raw_sums + 5 * rows + row, mask=inside, other=0.0)
     if C.NEED.log_u:
-        log_u = tl.load(raw_sums + 6 * rows + row, mask=inside, other=0.0)
+        log_u = tl.load(raw_sums + 5 * rows + row, mask=inside, other=0.0)
     if C.NEED.square:
-        square = statistics.at_least_0(tl.load(raw_sums + 7 * rows + row, mask=inside, other=1.0) - 1.0)
+        square = statistics.at_least_0(tl.load(raw_sums + 6 * rows + row, mask=inside, other=1.0) - 1.0)
     if C.NEED.first:
-        first_u = tl.exp2((tl.load(raw_sums + 8 * rows + row, mask=inside, other=0.0) - top) * b2)
+        first_u = tl.exp2((tl.load(raw_sums + 7 * rows + row, mask=inside, other=0.0) - top) * b2)
     su = z - 1.0
     r = Sums(
         top, shift, z, one, su, su, log_u, square, su, square, zero, distance, zero, zero, i, zero, zero, mean, m2
@@ -98,7 +97,7 @@ def forward_statistics(raw_sums, stats, rows, spans, opt, C: tl.constexpr, N: tl
     if C.NEED.moments:
         mean_y = mean / tl.maximum(n, 1.0)
         spread = m2 - mean * mean_y
-        precise = (mean * mean_y <= 256.0 * spread) & (magnitude <= 8192.0 * spread)
+        precise = mean * mean_y <= 256.0 * spread
         imprecise = imprecise | ((precise == 0) & (empty == 0) & (z == z))
         if C.LINEAR and not SAME:
             mean_y = mean_y * tiles.number(opt.scale, tl.float32)

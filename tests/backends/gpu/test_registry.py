@@ -232,6 +232,8 @@ def test_a_relative_bias_takes_hopper_and_nothing_that_would_ignore_it(monkeypat
     given = dict(relative=torch.empty(16, 8191, device="cuda:0"))
     problem = call_of(**given, stats=("entropy",), dtype=torch.float16)
     assert registry.choose(problem).name == "hopper"
+    for width, stats, kernel in ((64, ("entropy",), "hopper"), (64, (), "online"), (72, (), "hopper")):
+        assert registry.choose(call_of(**given, d=width, stats=stats)).name == kernel
     assert cudnn.supports(backward_of(problem)) == "options other than causal order and scale"
     assert stored_ds.supports(backward_of(problem)) is None
     assert stored_ds.supports(backward_of(problem, statistics=True)) == "gradients of statistics"

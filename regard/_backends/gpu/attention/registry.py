@@ -23,6 +23,7 @@ from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._call.problem import Problem
 
 FEW_SCORES = 2**19
+NARROW = 64  # heads beside whose scores a bias by relative position is not worth Hopper's table of it
 PAGE = Path(__file__).parents[4] / "docs" / "developers" / "kernels-table.md"
 
 
@@ -40,8 +41,13 @@ class Kernel(NamedTuple):
 
 def _supports_hopper(problem: Problem) -> str | None:
     """Say why the Hopper kernel cannot take a call, or should not: its statistics take three launches, `online` one."""
-    few = problem.stats and math.prod(problem.q.shape[:3]) * problem.k.shape[2] < FEW_SCORES
-    return hopper.supports(problem) or (f"statistics of fewer than {FEW_SCORES:,} scores" if few else None)
+    if reason := hopper.supports(problem):
+        return reason
+    if problem.stats and math.prod(problem.q.shape[:3]) * problem.k.shape[2] < FEW_SCORES:
+        return f"statistics of fewer than {FEW_SCORES:,} scores"
+    if problem.relative is not None and not problem.stats and problem.q.shape[-1] <= NARROW:
+        return f"a bias by relative position without statistics, heads of at most {NARROW}"
+    return None
 
 
 def _support_all(call: Problem | BackwardCall) -> None:
@@ -64,8 +70,8 @@ KERNELS = (
         families=("ratio", "pointwise"),
         limits="Hopper; bfloat16, float16; heads of multiples of 8 up to 256, values no wider than keys; at least 64 "
         "queries; statistics of softmax and softmax1 only; no dense mask, parameter per row, dropout or score function "
-        "but a soft cap; of biases one per key (bfloat16) or one by relative position, of softmax and softmax1 without "
-        "a soft cap",
+        "but a soft cap; of biases one per key (bfloat16) or, with statistics or heads of more than "
+        f"{NARROW}, one by relative position, of softmax and softmax1 without a soft cap",
         supports=_supports_hopper,
         run=forward.run_hopper,
     ),

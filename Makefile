@@ -37,7 +37,7 @@ test: $(ENCODER)  ## every test a machine without a GPU can run, but the slow on
 	$(PYTEST)
 
 test-all: $(ENCODER)  ## the slow tests too
-	$(PYTEST) -m "slow or not slow"
+	REGARD_CASES=all $(PYTEST) -m "slow or not slow"
 
 fuzz: $(READY)  ## 100,000 random calls against the float64 reference and mpmath; CASES=… for another number
 	$(BIN)/python tools/fuzz.py --cases $(or $(CASES),100000)

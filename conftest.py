@@ -13,10 +13,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # beside another worker, wa
 
 import torch
 
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "tests", "support"))
+import draw_cases
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton") is not None:
-        sys.path.insert(0, os.path.join(os.path.dirname(__file__), "tests", "support"))
         from interpreter import speed_up
 
         speed_up()
@@ -27,6 +29,26 @@ import regard  # before pytest imports a module of it for its doctests, which wo
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace):
     doctest_namespace.update(regard=regard, torch=torch)
+
+
+def pytest_configure():
+    draw_cases.choose_seed()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Of tests marked `drawn`, leave out the cases that the seed does not draw."""
+    kept = draw_cases.draw_cases(items, draw_cases.most_of, os.environ["REGARD_SEED"])
+    if len(kept) < len(items):
+        ids = {id(item) for item in kept}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in ids])
+        items[:] = [item for item in items if id(item) in ids]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Name the seed, by which the same cases run again."""
+    if terminalreporter.stats.get("deselected") and terminalreporter.stats.get("failed"):
+        terminalreporter.line(f"REGARD_SEED={os.environ['REGARD_SEED']} draws the same cases of tests marked `drawn`")
 
 
 def pytest_collection_finish():

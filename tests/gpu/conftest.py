@@ -11,7 +11,6 @@ Set by tools/run_gpu_tests.py:
 import hashlib
 import json
 import os
-import random
 import sys
 from pathlib import Path
 
@@ -19,6 +18,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from draw_cases import draw_cases
+
 CLAIMS, RESULTS = os.environ.get("REGARD_GPU_CLAIMS"), os.environ.get("REGARD_GPU_RESULTS")
 
 
@@ -26,24 +27,11 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    items[:] = draw_cases(items, int(os.environ.get("REGARD_GPU_CASES", "0")), os.environ.get("REGARD_SEED", "0"))
+    most = int(os.environ.get("REGARD_GPU_CASES", "0")) or None
+    items[:] = draw_cases(items, lambda item: most, os.environ.get("REGARD_SEED", "0"))
     part, parts = map(int, os.environ.get("REGARD_SHARD", "0/1").split("/"))
     first = len(items) * part // parts
     items[:] = items[first:] + items[:first]
-
-
-def draw_cases(items, most, seed):
-    """The first case of each test function, and others drawn by the seed, `most` of them in all; 0 keeps every case."""
-    if most <= 0:
-        return items
-    functions = {}
-    for item in items:
-        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = set()
-    for name, cases in functions.items():
-        others = random.Random(f"{seed} {name}").sample(cases[1:], min(most, len(cases)) - 1)
-        kept.update(id(item) for item in (cases[0], *others))
-    return [item for item in items if id(item) in kept]
 
 
 def pytest_runtestloop(session):

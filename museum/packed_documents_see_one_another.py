@@ -17,6 +17,7 @@ def make_packed(function):
     model = make_lm("llama", function)
     batches = [{"input_ids": batch["input_ids"]} for batch in make_batches(model)]
     for batch in batches:
+        batch["use_cache"] = False  # with a cache transformers itself makes no mask of documents
         batch["position_ids"] = torch.cat([torch.arange(10), torch.arange(14)]).expand_as(batch["input_ids"]).clone()
     return model, batches, {}
 

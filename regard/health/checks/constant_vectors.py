@@ -41,7 +41,7 @@ def check(trial: Trial) -> list:
         if len(names) < len(members):
             found.append((names, f"unlike the other {len(members) - len(names)} of their kind"))
         elif has_moved_sisters(role, groups, constant):
-            found.append((names, "in every layer, while the other vectors of these layers have moved"))
+            found.append((names, "in every layer, while other vectors of these layers have moved"))
     if not found:
         return []
     texts = [
@@ -74,14 +74,15 @@ def is_start(x: Tensor) -> bool:
 
 
 def has_moved_sisters(role: str, groups: dict, constant: set[str]) -> bool:
-    """True if a repeated role is constant everywhere, and other vectors of the same suffix in these layers are not."""
+    """True if a role of attention is constant in every layer, and other vectors of its suffix there are not.
+
+    Biases that no other module of these layers has were put there on purpose: 0 in every layer is where they began.
+    """
     suffix, stem = role.rpartition(".")[2], role.split("#")[0]
     if "#" not in role or not ATTENTION.search(role):
         return False
-    sisters = [
-        name
-        for other, members in groups.items()
-        if other != role and other.startswith(stem) and other.endswith(suffix) and "#" in other
-        for name, _ in members
-    ]
+    alike = [other for other in groups if other.startswith(stem) and other.endswith(suffix) and "#" in other]
+    sisters = [name for other in alike if other != role for name, _ in groups[other]]
+    if suffix == "bias" and all(ATTENTION.search(other) for other in alike):
+        return all(name in constant for name in sisters)
     return len(sisters) >= 2 and sum(name not in constant for name in sisters) > len(sisters) / 2

@@ -20,9 +20,9 @@ RULE = Rule(
     "warning", needs="batches whose position_ids start anew within a row",
     proves="Proves that a packed document's outputs depend on another document; it cannot tell whether that is meant.",
     cause="The kernel in use, or the mask that the library made, ignores where documents begin.",
-    fix="Hide other documents: attn_implementation='regard', or attn_mask=regard.Mask.documents(ids=…) & "
-    "regard.Mask.causal().",
-
+    fix="Hide other documents: in transformers use_cache=False without an attention_mask, or "
+    "attn_implementation='regard'; elsewhere attn_mask=regard.Mask.documents(ids=…) & regard.Mask.causal().",
+    explains=("RG221",),
 )  # fmt: skip
 RULES = (RULE,)
 BEHIND = 64  # tokens behind the first document
@@ -47,9 +47,7 @@ def check(trial: Trial) -> list[Finding]:
         f"Other tokens in the first document of a packed row change the output behind it by {amount:.2g} of its size, "
         f"although {why} there.",
         f"relative change of another document > {trial.tolerance:g}",
-        "Hide other documents: in transformers with attn_implementation='regard' (or 'sdpa' with use_cache=False and "
-        "no attention_mask), elsewhere with attn_mask=regard.Mask.documents(ids=…) & regard.Mask.causal(). Ignore this "
-        "if documents are meant to see one another.",
+        f"{RULE.fix} Ignore this if documents are meant to see one another.",
     )  # fmt: skip
 
 

@@ -49,7 +49,6 @@ BY_DESIGN = (
 
 
 def check(trial: Trial) -> list:
-    tokens = trial.tokens  # raises where there are none
     if not trial.captured[1]:
         raise NotApplicable("no attention call was captured")
     if sum(p.numel() for p in trial.model.parameters()) > MOST_WEIGHTS:
@@ -57,7 +56,7 @@ def check(trial: Trial) -> list:
     names = dict(attention_parameters(trial))
     if not names:
         raise NotApplicable("attention has no parameters")
-    text = tokens.cut(SEQUENCES, LENGTH)
+    text = trial.tokens.cut(SEQUENCES, LENGTH) if trial.batches else trial.sample
     found = differentiate(trial, text, names)
     missing = find_missing(trial, found)
     if missing and (segments := with_segments(trial, text)) is not None:  # XLNet's seg_embed waits for them

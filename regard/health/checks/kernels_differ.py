@@ -40,7 +40,7 @@ def check(trial: Trial) -> list[Finding]:
         return []
     name = "eager" if "eager" in wrong else wrong[0]
     with trial.mode(name):
-        calls = trial.probe.capture(trial.tokens)[1]
+        calls = trial.probe.capture(trial.sample)[1]
     cause = explain_mode(trial.captured[1], calls, trial.rounding)
     amount = largest_change(trial.captured[0], outputs[name])
     agree = [one for one in outputs if one not in wrong]

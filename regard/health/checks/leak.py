@@ -55,11 +55,11 @@ def describe_reach(trial: Trial, leaks: list[Leak]) -> str:
 
 def locate(trial: Trial, leak: Leak) -> tuple[tuple[str, int] | None, str, str]:
     """(the layer's key, where the leak begins, what to check)."""
-    c, after = leak.cut, trial.probe.capture(change_later(trial.tokens, leak.cut))[1]
+    c, after = leak.cut, trial.probe.capture(change_later(trial.sample, leak.cut))[1]
     previous = None
     for key, one in trial.captured[1].items():
         other = after.get(key)
-        if other is None or one.call.is_cross(key[0]) or one.q.shape[2] != trial.tokens.targets.shape[1]:
+        if other is None or one.call.is_cross(key[0]) or one.q.shape[2] != trial.sample.targets.shape[1]:
             continue
         layer = trial.layer_of(key)
         own = key[0] or "the model itself"

@@ -19,7 +19,7 @@ RULES = (RULE,)
 
 def check(trial: Trial) -> list[Finding]:
     trial.require_repeatable()
-    tokens, output = trial.tokens, trial.captured[0]
+    tokens, output = trial.sample, trial.captured[0]
     rows = tokens.targets.shape[0]
     if rows < 2 or output.shape[0] != rows:
         raise NotApplicable("the batches hold one sequence each")

@@ -26,7 +26,7 @@ RULES = (RULE,)
 
 def check(trial: Trial) -> list[Finding]:
     trial.require_repeatable()
-    tokens = trial.tokens
+    tokens = trial.sample
     batch = tokens.ids.shape[0]
     if batch < 2:
         raise NotApplicable("the batches hold one sequence each")
@@ -34,7 +34,7 @@ def check(trial: Trial) -> list[Finding]:
     if not before:
         raise NotApplicable("no output has a row per sequence")
     for changed in (slice(1, None), slice(0, batch - 1)):  # a causal order over the batch shows one way alone
-        where = torch.zeros_like(tokens.ids, dtype=torch.bool)
+        where = torch.zeros(tokens.ids.shape[:2], dtype=torch.bool, device=tokens.ids.device)
         where[changed] = True
         kept = [row for row in range(batch) if not bool(where[row].any())]
         other = tokens.with_ids(exchange_tokens(tokens.ids, where))
@@ -42,8 +42,17 @@ def check(trial: Trial) -> list[Finding]:
         amounts = {name: relative_change(x[kept], after[name][kept]) for name, x in before.items() if name in after}
         name = max(amounts, key=lambda one: amounts[one])
         if amounts[name] > trial.tolerance:
+            require_single_rows(trial)
             return report(trial, kept, other, f" {name!r}" if len(before) > 1 else "", amounts[name])
     return []
+
+
+def require_single_rows(trial: Trial) -> None:
+    """Raises NotApplicable if the model refuses one row alone: its rows belong together, as MusicGen's codebooks."""
+    try:
+        trial.probe.run(trial.sample.select(torch.tensor([0], device=trial.device)))
+    except Exception as error:
+        raise NotApplicable("the model does not take one row alone: its rows belong together") from error
 
 
 def report(trial: Trial, kept: list[int], other: TokenBatch, output: str, amount: float) -> list[Finding]:
@@ -54,7 +63,7 @@ def report(trial: Trial, kept: list[int], other: TokenBatch, output: str, amount
         for key, one in trial.captured[1].items()
         if key in calls
         and one.output.shape == calls[key].output.shape
-        and one.output.shape[0] == trial.tokens.ids.shape[0]
+        and one.output.shape[0] == trial.sample.ids.shape[0]
         and relative_change(one.output[kept], calls[key].output[kept]) > trial.tolerance
     ]
     return trial.find(

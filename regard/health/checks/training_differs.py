@@ -51,7 +51,7 @@ def check(trial: Trial) -> list[Finding]:
 def compare(trial: Trial, rule: Rule, name: str) -> list[Finding]:
     """The finding about a mode that changes the output, with the first attention call that differs."""
     with trial.mode(name):
-        calls = trial.probe.capture(trial.tokens)[1]
+        calls = trial.probe.capture(trial.sample)[1]
     cause = explain_mode(trial.captured[1], calls, trial.rounding)
     amount = largest_change(trial.captured[0], trial.output_in(name))
     is_known = name == WEIGHTS and is_library_code(trial.model)  # its users ask for weights to look at them

@@ -1,7 +1,8 @@
 """`diagnose`: findings grouped under their causes, so that one mistake is one entry with its symptoms beneath.
 
 A rule names in `explains` the codes of what follows from it. A finding is a symptom of another if that rule explains it
-and the layers it is about are among the cause's layers; a cause of the whole model explains every layer.
+and the layers it is about are among the cause's layers; a cause of the whole model explains every layer, and a symptom
+of the whole model is explained by every layer.
 """
 
 from __future__ import annotations
@@ -79,4 +80,4 @@ def _covers(one: Finding, symptom: Finding, found: Sequence[Finding]) -> bool:
     own = {index for other in found if other.code == one.code for index in other.indices}
     if not own or not symptom.indices:  # layers that could not be measured have no heads
         return one.layer is not None and one.layer == symptom.layer
-    return symptom.scope != MODEL and set(symptom.indices) <= own
+    return symptom.scope == MODEL or set(symptom.indices) <= own  # what no layer is named for, any layer explains

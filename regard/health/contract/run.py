@@ -83,7 +83,7 @@ def run_checks(
         model if predictor is None else predictor, batches, layers, heads, causal, loss, model, tokenizer
     )  # fmt: skip
     devices = [trial.device] if trial.device.type == "cuda" else []
-    has_runs = trial.batches or loss is not None
+    has_runs = batches or loss is not None
     wanted = [
         module for module in filter(checks.runs_model, checks.modules())
         if chosen is None or any(rule.code in chosen for rule in module.RULES)

@@ -30,7 +30,7 @@ class Leak:
 def change_later(batch: TokenBatch, cut: int) -> TokenBatch:
     """The batch with other tokens from position `cut` on."""
     ids = batch.targets
-    later = torch.arange(ids.shape[1], device=ids.device).expand_as(ids) >= cut
+    later = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[:2]) >= cut
     return batch.with_targets(exchange_tokens(ids, later))
 
 

@@ -112,6 +112,8 @@ class LossTasks:
             if sequences < LOSS_SEQUENCES:
                 batches.append(batch.cut(LOSS_SEQUENCES - sequences, LOSS_LENGTH))
                 sequences += batches[-1].ids.shape[0]
+        if not batches:
+            return None
         output, targets = self.trial.probe.run(batches[0]), batches[0].targets
         is_logits = output.ndim == 3 and output.shape[:2] == targets.shape and output.shape[-1] > int(targets.max())
         if not (is_logits and self.names_vocabulary(output)):

@@ -12,11 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from regard.health.checks.rule import NothingToCheck
 
 # floats that are probabilities of leaving something out: dropout, attention_dropout, drop_path_rate, layerdrop, …
 DROPOUT = re.compile(r"drop|jitter_noise|layerdrop", re.IGNORECASE)
+DROPOUTS = re.compile(r"(alpha_|feature_|feature_alpha_)?dropout([123]d)?_?")  # functions of torch
 CONFIG_SWITCHES = ("apply_spec_augment",)  # of a configuration, that make training random
 IMPLEMENTATIONS = ("eager", "sdpa", "regard")  # flex_attention compiles for half a minute
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # a module's tables of parameters, children and hooks
@@ -62,7 +64,7 @@ def training_without_dropout(model: nn.Module) -> Iterator[None]:
     """Training mode in which nothing is dropped; norms over the batch stay in evaluation, because they differ there."""
     configs = list(configs_of(model))
     before = [dict(vars(config)) for config in configs]
-    with preserved(model):
+    with preserved(model), DropoutOff():
         try:
             for config in configs:
                 _drop_nothing(vars(config))
@@ -77,6 +79,26 @@ def training_without_dropout(model: nn.Module) -> Iterator[None]:
             for config, own in zip(configs, before, strict=True):
                 vars(config).clear()
                 vars(config).update(own)
+
+
+class DropoutOff(TorchFunctionMode):
+    """Calls of torch's dropout functions drop nothing inside, whatever rate is written in the code.
+
+    >>> from regard.health.probe.modes import DropoutOff
+    >>> with DropoutOff():
+    ...     torch.nn.functional.dropout(torch.ones(3), 0.9)
+    tensor([1., 1., 1.])
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        named, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            named = {**named, "dropout_p": 0.0} if "dropout_p" in named else named
+        elif DROPOUTS.fullmatch(name):
+            args = (args[0], 0.0, *args[2:]) if len(args) > 1 else args
+            named = named if len(args) > 1 else {**named, "p": 0.0}
+        return func(*args, **named)
 
 
 def _drop_nothing(own: dict[str, Any]) -> None:

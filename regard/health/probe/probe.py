@@ -78,8 +78,8 @@ class Probe:
         return probed
 
     def run(self, batch: TokenBatch, transform: Transform | None = None) -> Tensor:
-        """Returns the model's main output; `transform(call, key, run)` returns the output of each call."""
-        return main_output(self.run_model(batch, transform))
+        """Returns the model's main output, detached; `transform(call, key, run)` returns the output of each call."""
+        return main_output(self.run_model(batch, transform)).detach()
 
     def run_model(self, batch: TokenBatch, transform: Transform | None = None) -> Any:
         """Returns what the model returns."""

@@ -48,7 +48,7 @@ def _capture_inside(trial: Trial) -> dict[Key, Inside]:
                 if name and not leaf._modules:
                     hook = leaf.register_forward_hook(_keep(found[key], name))
                     hooks.callback(hook.remove)
-        trial.probe.run(trial.tokens)
+        trial.probe.run(trial.sample)
     return found
 
 

@@ -24,6 +24,7 @@ from regard.health.probe.task import LossReading, Task, names_next_token, predic
 from regard.health.tokens.text import TokenBatch, as_batch, as_token_batch
 
 SEQUENCES, LENGTH = 2, 128  # of the text on which the checks run
+ROWS = 4  # of images, sounds or vectors
 KEPT = 8  # batches that are kept for the checks
 # relative change that rounding cannot explain
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -77,10 +78,22 @@ class Trial:
         return short
 
     @cached_property
+    def sample(self) -> TokenBatch:
+        """`tokens`; where the batches hold none, the first rows of images, sounds, or vectors [B, N, C]."""
+        if self.batches:
+            return self._tokens
+        found = next((one for one in self.inputs if isinstance(one.ids, Tensor) and one.ids.ndim > 1), None)
+        if found is None:
+            raise NotApplicable("the batches hold no token ids, images or vectors")
+        given = [x for x in (*found.args, *found.named.values()) if isinstance(x, Tensor) and x.ndim > 1]
+        is_by_row = all(x.shape[0] == found.ids.shape[0] for x in given)
+        return found.select(torch.arange(min(ROWS, found.ids.shape[0]), device=self.device)) if is_by_row else found
+
+    @cached_property
     def captured(self) -> tuple[Tensor, dict[Key, CapturedCall]]:
-        """The main output and the attention calls on `tokens`."""
-        tokens = self.tokens  # raises before the model is intercepted
-        return self.probe.capture(tokens)
+        """The main output and the attention calls on `sample`."""
+        sample = self.sample  # raises before the model is intercepted
+        return self.probe.capture(sample)
 
     @cached_property
     def tolerance(self) -> float:
@@ -91,8 +104,8 @@ class Trial:
     @cached_property
     def noise(self) -> float:
         """The relative change of the output between two equal forwards."""
-        tokens = self.tokens
-        return relative_change(self.probe.run(tokens), self.probe.run(tokens))
+        sample = self.sample
+        return relative_change(self.probe.run(sample), self.probe.run(sample))
 
     def require_repeatable(self) -> None:
         """Raises NotApplicable if the model's output is random or not finite."""
@@ -103,8 +116,8 @@ class Trial:
 
     def require_rows(self) -> Tensor:
         """Returns the output [B, N, …] with a row per token, or raises NotApplicable."""
-        output, targets = self.captured[0], self.tokens.targets
-        if output.ndim < 3 or output.shape[:2] != targets.shape:
+        output, given = self.captured[0], self.sample.targets
+        if output.ndim < 3 or given.ndim > 3 or output.shape[:2] != given.shape[:2]:
             raise NotApplicable("the output has no row per token")
         return output
 
@@ -113,14 +126,14 @@ class Trial:
         """The largest relative change of an output row that rounding explains, measured with `rounding_noise`."""
         output = self.captured[0]
         with rounding_noise(self.model):
-            shaken = self.probe.run(self.tokens)
+            shaken = self.probe.run(self.sample)
         return budget(largest_change(output, shaken), output.dtype)
 
     @cached_property
     def leaks(self) -> list[Leak]:
         """What later tokens change, from each of `PLACES` on."""
         self.require_rows()
-        return find_leaks(lambda batch: self.probe.run(batch), self.tokens, self.captured[0])
+        return find_leaks(lambda batch: self.probe.run(batch), self.sample, self.captured[0])
 
     def require_causal(self) -> None:
         """Raises NotApplicable unless the model, as it is, hides later tokens."""
@@ -138,6 +151,7 @@ class Trial:
             try:
                 if name in (TRAINING, CHECKPOINTING):
                     stack.enter_context(training_without_dropout(self.model))
+                    stack.enter_context(torch.enable_grad())  # layers are checkpointed only where gradients are asked
                 if name == CHECKPOINTING:
                     stack.enter_context(checkpointing(self.model))
                 elif name == WEIGHTS:
@@ -154,8 +168,8 @@ class Trial:
             self.rounding  # noqa: B018 – measured as the model is, not in the mode
             try:
                 with self.mode(name):
-                    output = self.probe.run(self.tokens)
-                    if self.differs(output) and largest_change(output, self.probe.run(self.tokens)) > self.rounding:
+                    output = self.probe.run(self.sample)
+                    if self.differs(output) and largest_change(output, self.probe.run(self.sample)) > self.rounding:
                         raise NotApplicable(f"two equal forwards differ {MODES.get(name, name)}")
                 self._outputs[name] = output
             except NotApplicable as reason:
@@ -182,7 +196,7 @@ class Trial:
         if not self.differs(before):
             return []  # the same outputs depend on the same tokens
         with self.mode(name):
-            worst = max(find_leaks(self.probe.run, self.tokens, before), key=lambda leak: leak.amount)
+            worst = max(find_leaks(self.probe.run, self.sample, before), key=lambda leak: leak.amount)
             if not worst.amount > self.rounding:
                 return []
             keys = self.first_changed(worst.cut)
@@ -194,8 +208,8 @@ class Trial:
 
     def first_changed(self, cut: int) -> list[Key]:
         """[The first attention call whose rows before `cut` change with the tokens behind], or []."""
-        before, after = (self.probe.capture(batch)[1] for batch in (self.tokens, change_later(self.tokens, cut)))
-        length = self.tokens.targets.shape[1]
+        before, after = (self.probe.capture(batch)[1] for batch in (self.sample, change_later(self.sample, cut)))
+        length = self.sample.targets.shape[1]
         for key, one in before.items():
             other = after.get(key)
             if other is not None and one.output.shape == other.output.shape and one.output.shape[2] == length:
@@ -257,6 +271,9 @@ class Trial:
         """Why a model of which nothing else is known hides later tokens: it does in a part of the text."""
         if self._causal is False or names_next_token(self.model) is False:
             return None
+        text = self.sample.text_mask(self.pad) if self.batches else None
+        if text is not None and not bool(text[:, -1].any()):
+            return None  # the last tokens are padding, which changes nothing anyway
         amounts = [leak.amount for leak in self.leaks]
         return "it hides them in another part of the text" if min(amounts) <= self.rounding < max(amounts) else None
 

@@ -24,7 +24,7 @@ OTHERS = ("mask", "pos", "type", "segment", "length", "cache", "past", "document
 class Form:
     """Where the parts of a batch are: a place among the arguments or a name; None for a part that is not there."""
 
-    ids: int | str
+    ids: int | str  # of the first input where there are no ids
     decoder: int | str | None = None
     labels: int | str | None = None
     apart: bool = False  # the labels are no argument of forward
@@ -51,7 +51,10 @@ def form_of_mapping(named: Mapping[str, Any], model: nn.Module | None = None) ->
     apart = labels is not None and labels not in (ids, decoder) and not _takes_name(model, labels)
     if ids is None and decoder is not None:  # an encoder of sounds or images
         return Form(decoder, None, labels, apart)
-    return Form(ids or "", decoder, labels, apart)
+    if ids is None:  # images, sounds, vectors
+        known = (name for name, x in named.items() if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1)
+        ids = next(known, "")
+    return Form(ids, decoder, labels, apart)
 
 
 def form_of_parts(parts: Sequence[Any], model: nn.Module | None = None) -> Form:

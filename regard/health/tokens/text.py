@@ -132,7 +132,7 @@ class TokenBatch:
 
     @property
     def ids(self) -> Tensor:
-        """The ids that the model reads, [B, N]: the encoder's if there are two."""
+        """The ids that the model reads, [B, N]: the encoder's if there are two; other inputs if there are no ids."""
         return self.get(self.key)
 
     @property
@@ -259,7 +259,10 @@ def find_padding(ids: Tensor, pad: int, least: int = 3) -> Tensor:
 
 
 def exchange_tokens(ids: Tensor, where: Tensor, seed: int = 0) -> Tensor:
-    """Returns ids in which every token at `where` is another one of the same text."""
+    """Returns ids in which every token at `where` [B, N] is another one of the same text; of [B, N, …], vectors."""
+    if ids.is_floating_point() or ids.ndim > 2:
+        others = ids.flatten(0, 1).roll(ids.shape[1] // 2 + 1, 0).view_as(ids)
+        return torch.where(where.view(*where.shape, *[1] * (ids.ndim - 2)), others, ids)
     known = ids.unique()
     place = torch.searchsorted(known, ids.contiguous())
     generator = torch.Generator().manual_seed(seed)

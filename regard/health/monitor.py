@@ -166,9 +166,10 @@ class Monitor:
         self._names: dict[str, str] = {}  # label -> series name
         self._started: float | None = None
         self._given_step: int | None = None
+        self._began = 0  # the step before the first one that `step` ends
         self._missed = 0  # consecutive steps without a forward
         self._saw_forward = False  # in this step
-        self._sampled_step: int | None = None
+        self._sampled_step = 0  # the last one
         self._first_step_within_budget = 1  # the same on every rank
         self._pending: tuple[int, dict[LayerKey, Tensor]] | None = None  # a sample that waits for the end of its step
         self._running: TimedRecorder | None = None  # of the sample whose forward runs
@@ -284,11 +285,11 @@ class Monitor:
 
         Forwards are counted no more from then on: with accumulation, several make a step.
         """
-        number = self.steps if self._saw_forward else max(self.steps + 1, self._given_step or 0)
+        number = self._given_step if self._given_step is not None else self._began + 1
         self._guarded(self._end_compiled_step, number)
         self.observe(loss, grad_norm)
         self.end_step()
-        self.at_step(max(self.steps, number) + 1)
+        self.at_step(number + 1)
 
     def observe(self, loss: Any = None, grad_norm: Any = None) -> None:
         """Takes the loss and the gradient's norm of the step that ends; the callbacks pass what the trainer logs."""
@@ -306,6 +307,8 @@ class Monitor:
         """Set the number of the next step; forwards are not counted from then on. The callbacks call it."""
         if self._given_step is not None and not self._saw_forward:
             self._guarded(self._end_compiled_step, self._given_step)
+        if step < (self._given_step or 0):  # a second training
+            self._sampled_step = 0
         self._given_step, self._saw_forward = step, False
         self._missed += 1  # reset by the next forward
         if self._missed > MISSED:
@@ -343,7 +346,7 @@ class Monitor:
         self._incidents.load(state["incidents"])
         self._loss.load(state["loss"])
         self._gradient.load(state["gradient"])
-        self._last_finite = self.steps
+        self._last_finite = self._began = self.steps
 
     def _guarded(self, call: Callable, *arguments: Any) -> None:
         """Calls what belongs to us within a step; an error is said once and never ends the step."""
@@ -371,7 +374,7 @@ class Monitor:
         if self._pending is None:
             self._read_ranks()
         self._read_pulse(step)
-        if step == self._sampled_step or not (self._schedule.is_due(step) or self._ranks.is_asked(step)):
+        if step <= self._sampled_step or not (self._schedule.is_due(step) or self._ranks.is_asked(step)):
             return
         self._sampled_step = step
         self._schedule.take(step)
@@ -383,6 +386,7 @@ class Monitor:
         make = TimedRecorder if self.metrics is None else MaxLogitRecorder
         self._running = recorder = make(sequences=self.sequences)
         recorder.tokens = find_tokens(inputs, named)
+        self._ranks.note_inputs((*inputs, *named.values()))
         self._interceptions.open(module, recorder)
         recorder.step, recorder.seconds = step, time.perf_counter() - now
 
@@ -416,7 +420,7 @@ class Monitor:
         finished, recorder, self._running = time.perf_counter(), self._running, None
         self._interceptions.close(succeeded=not has_raised)
         if has_raised:
-            return
+            return  # over ranks, a later sample tells the others that there is none of this step
         if module.training and self._pulse is not None:
             self._pulse.end_forward(self.steps, output)
             if recorder is None and self._sampled_step == self.steps and has_compiled_parts(module):
@@ -443,7 +447,7 @@ class Monitor:
                 "The model runs compiled, so of its attention the largest logits alone are watched. Pass Monitor what "
                 'torch.compile returned to watch all of it, or metrics=("max_logit",).',
             )
-        if step != self._sampled_step and (self._schedule.is_due(step) or self._ranks.is_asked(step)):
+        if step > self._sampled_step and (self._schedule.is_due(step) or self._ranks.is_asked(step)):
             self._sampled_step = step
             self._schedule.take(step)
             self._sample_taps(step)
@@ -594,12 +598,13 @@ class Monitor:
         kind, *pair = joined.refused.split(" ") if joined.refused else ("",)
         if kind == "heads":
             raise RankError(
-                f"Monitor: ranks {pair[0]} and {pair[1]} hold different weights of queries and keys. If these are "
-                "different heads of the same layers, pass tensor_group=; if the ranks train models of their own, group="
+                f"Monitor: ranks {pair[0]} and {pair[1]} are given the same and hold different weights of queries and "
+                "keys. If these are different heads of the same layers, pass tensor_group=; if the ranks train models "
+                "of their own, group="
             )
         if kind == "layers":
             self._ranks.alone = f"ranks {pair[0]} and {pair[1]} hold different layers (pass pipeline_group=)"
-        if joined.absent:
+        if joined.absent and not self._ranks.alone:
             unmade = self._ranks.find_unmade(joined.absent)
             names = ", ".join(map(str, joined.absent[:8]))
             if unmade == joined.absent:

@@ -4,10 +4,12 @@ import pytest
 from rank_processes import RankProcesses
 from watch_ranks import (
     run_alarms,
+    run_clip_on_one_rank,
     run_heads_without_group,
     run_one_that_dies,
     run_one_that_raises,
     run_other_micro_batches,
+    run_pause,
     run_pipeline_without_group,
     run_uneven,
 )
@@ -28,12 +30,22 @@ def test_on_alarm_is_called_on_every_rank_at_the_same_step(two):
 def test_uneven_data_under_join(two):
     (messages, rows), (_, others) = two(run_uneven)
     assert rows >= 5 and others == 0
-    assert all("Monitor" in text for text in messages)
+    assert all("Monitor" in text or "QKClip clips nothing: ranks under Dist" in text for text in messages)
 
 
 def test_other_numbers_of_micro_batches(two):
-    (steps, _), (others, _) = two(run_other_micro_batches)
-    assert (steps, others) == (12, 4)
+    (rows, steps, messages), (_, others, _) = two(run_other_micro_batches)
+    assert rows == [1, 2, 3, 4] and steps == others == 4 and messages == []
+
+
+def test_a_pause_and_a_skipped_batch_leave_nobody_out(two):
+    (rows, keys, messages), _ = two(run_pause)
+    assert rows == 24 and messages == []
+    assert keys < 24  # the store forgets samples that all have read
+
+
+def test_a_clip_on_one_rank_alone_is_refused_rather_than_waited_for(two):
+    assert two(run_clip_on_one_rank) == ["QKClip was not made on ranks 1 within 1 s; make it on every rank", ""]
 
 
 def test_a_rank_that_raises(two):

@@ -1,8 +1,10 @@
 """What each rank of `tests/health/test_watch_failures.py` runs: trainings in which ranks do not do the same."""
 
+import contextlib
 import os
 import time
 import warnings
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from monitor_ranks import Stack, data, scalars
 from torch import nn
 
 import regard
+from regard.health.watching import groups
 
 
 def train(rank, steps, on_step=None, timeout=1.0, **options):
@@ -20,7 +23,9 @@ def train(rank, steps, on_step=None, timeout=1.0, **options):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         monitor = regard.Monitor(model, every=1, log=rows.append, budget=1.0, timeout=timeout, **options)
-        with monitor, wrapped.join():
+        clip = regard.QKClip(model, 1.0, strict=False)
+        clip.hook(optimizer)
+        with monitor, clip, wrapped.join():
             for step in range(steps):
                 wrapped(data(step)).square().mean().backward()
                 optimizer.step()
@@ -46,8 +51,40 @@ def run_other_micro_batches(rank, world):
             for step in range(4):
                 for _ in range(3 if rank == 0 else 1):
                     model(data(step))
+                monitor.step()
                 dist.barrier()
-    return monitor.steps, [str(one.message) for one in seen]
+    return [row["step"] for row in scalars(rows)], monitor.steps, [str(one.message) for one in seen]
+
+
+def run_pause(rank, world):
+    """An evaluation that is longer than the time after which a rank is left out; a batch that rank 1 skips."""
+    model, rows, store = Stack(layers=1), [], dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    before = store.num_keys()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with regard.Monitor(model, every=1, log=rows.append, budget=1.0, timeout=0.5):
+            for step in range(24):
+                if step == 12:
+                    time.sleep(1.5 if rank == 0 else 1.2)
+                if rank == 1 and step == 4:
+                    with contextlib.suppress(AssertionError, RuntimeError):
+                        model(data(step)[..., 1:])
+                else:
+                    model(data(step))
+                dist.barrier()
+    return len(scalars(rows)), store.num_keys() - before, [str(one.message) for one in seen]
+
+
+def run_clip_on_one_rank(rank, world):
+    wrapped = nn.parallel.DistributedDataParallel(Stack(layers=1))
+    groups.MEET = timedelta(seconds=1)
+    if rank == 1:
+        return ""
+    try:
+        regard.QKClip(wrapped)
+    except RuntimeError as error:
+        return str(error)
 
 
 def run_one_that_raises(rank, world):
@@ -80,9 +117,8 @@ def run_one_that_dies(rank, world):
 
 
 def run_pipeline_without_group(rank, world):
-    """Each rank has other layers, and sends each micro-batch to the next."""
-    whole = Stack(layers=4)
-    stage = nn.Sequential(*whole.layers[: 1 + rank])  # stages of one and of two layers
+    """Each rank has other layers of the same shapes, and sends each micro-batch to the next."""
+    stage = Stack(layers=2).layers[rank]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         with regard.Monitor(stage, every=1, budget=1.0, timeout=2.0) as monitor:

@@ -166,9 +166,9 @@ def _shards_of(module: nn.Module, groups: Groups) -> Iterator[tuple[int, Any]]:
 def _join_heads(factors: Tensor, group: Any) -> Tensor:
     """Returns the factors of all heads, in the order of the ranks that hold them."""
     world = torch.distributed.get_world_size(group)
-    joined = factors.new_empty(world * len(factors))
-    torch.distributed.all_gather_into_tensor(joined, factors.contiguous(), group=group)
-    return joined
+    joined = [torch.empty_like(factors) for _ in range(world)]
+    torch.distributed.all_gather(joined, factors.contiguous(), group=group)
+    return torch.cat(joined)
 
 
 def select_projections(query: Projection, key: Projection) -> list[Projection]:

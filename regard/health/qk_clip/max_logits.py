@@ -37,6 +37,7 @@ class MaxLogits:
         self.shapes: Shapes = {}
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be read
         self.forwards = 0
+        self.is_joined = False  # did the last forward run under DistributedDataParallel.join()?
         self._ranks: dict[Any, RankReduction] = {}  # by group
         self._taps: Taps | None = Taps(model, whole=True)
         self._tapped = False  # did the last step run compiled?
@@ -97,6 +98,12 @@ class MaxLogits:
 
     def complain(self, model: nn.Module, has_stepped: bool | None = None) -> str | None:
         """Returns what is wrong if steps or forwards were made and no attention was seen in them."""
+        if self.is_joined:
+            self.largest.clear()
+            return (
+                "ranks under DistributedDataParallel.join() whose data have ended take no part in a clip, for which "
+                "the others would wait; give all ranks the same number of batches"
+            )
         if has_stepped is None:
             has_stepped = self.version is not None and self.version != weights_version(model)
         if self.largest or self.unseen or not (self.forwards or has_stepped):
@@ -143,7 +150,7 @@ class MaxLogits:
         """
         found, self.largest, self.forwards = self.largest, {}, 0
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        for group in groups if dist.is_available() and dist.is_initialized() else ():
+        for group in groups if dist.is_available() and dist.is_initialized() and not self.is_joined else ():
             found, late = self._ranks.setdefault(group, RankReduction()).reduce(found, self.shapes, group, device)
             for name, largest in late.items():
                 self._add_largest(name, largest)
@@ -192,6 +199,15 @@ class MaxLogits:
     def _end_forward(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         if not torch.compiler.is_compiling() and self._hooks:
             self._interceptions.close(succeeded=output is not None)
+            self.is_joined = is_under_join(module)
+
+
+def is_under_join(module: nn.Module) -> bool:
+    """True in a forward of DistributedDataParallel, or of a module inside it, whose ranks may have unequal data."""
+    if not dist.is_available():
+        return False
+    wrapper = module if hasattr(module, "_join_config") else nn.parallel.DistributedDataParallel._active_ddp_module
+    return wrapper is not None and wrapper._join_config.enable
 
 
 class RankReduction:

@@ -103,7 +103,7 @@ class QKClip:
             raise ValueError(f'margin must be a number ≥ 0, or "auto", got {margin!r}')
         self.model, self.threshold, self.log_only = model, float(threshold), log_only
         self.names, self.masters, self.strict, self.margin = names, masters, strict, margin
-        self.groups = find_groups(model, group, tensor_group, pipeline_group, "QKClip")
+        self.groups = find_groups(model, group, tensor_group, pipeline_group)
         self.steps = 0
         self.last: Clipped | None = None  # of the last step
         self.failed = 0  # consecutive steps that clipped nothing where they should have

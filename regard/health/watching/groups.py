@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +25,7 @@ from regard.nn.projections import SEPARATE, STACKED
 PROJECTIONS = {*itertools.chain(*SEPARATE), *STACKED, "in_proj_weight", "q_proj_weight", "k_proj_weight"}
 TENSOR, PIPELINE = ("tp", "tensor", "tensor_parallel"), ("pp", "pipe", "pipeline", "pipeline_parallel")
 MEET = timedelta(seconds=60)  # how long a rank waits for the others to make theirs
-_NUMBERS = itertools.count()
+_NUMBERS: dict[str, int] = {}  # ranks -> how many QKClips were made over them
 
 
 @dataclass
@@ -40,12 +41,19 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def find_groups(model: nn.Module, group: Any, tensor_group: Any, pipeline_group: Any, who: str) -> Groups:
-    """Returns the groups; raises ValueError where they cannot be known and ranks differ."""
+def find_groups(model: nn.Module, group: Any, tensor_group: Any, pipeline_group: Any) -> Groups:
+    """Returns the groups of QKClip, once all of their ranks have made one; raises where they cannot be known."""
     if not (dist.is_available() and dist.is_initialized()):
         return Groups()
+    found = _find_groups(model, group, tensor_group, pipeline_group)
+    for one in found.same:
+        meet(dist.get_process_group_ranks(one))
+    return found
+
+
+def _find_groups(model: nn.Module, group: Any, tensor_group: Any, pipeline_group: Any) -> Groups:
     if hasattr(group, "mesh_dim_names"):
-        return _of_mesh(group, who)
+        return _of_mesh(group, "QKClip")
     if group is not None:
         return Groups((group,), tensor_group, pipeline_group)
     if not is_distributed():
@@ -54,18 +62,19 @@ def find_groups(model: nn.Module, group: Any, tensor_group: Any, pipeline_group:
         others = [dist.get_world_size(one) for one in (tensor_group, pipeline_group) if one is not None]
         if _product(others) < dist.get_world_size():
             raise ValueError(
-                f"{who}: pass group= too: the ranks that hold the same heads of the same layers as this one"
+                "QKClip: pass group= too: the ranks that hold the same heads of the same layers as this one"
             )
         return Groups((), tensor_group, pipeline_group)
     if (mesh := mesh_of(model)) is not None:
-        return _of_mesh(mesh, who, tensor=None if _is_fully_sharded(model) else 0)
+        return _of_mesh(mesh, "QKClip", tensor=None if _is_fully_sharded(model) else 0)
     if (known := getattr(model, "process_group", None)) is not None:  # DistributedDataParallel
         return Groups((known,))
-    why = compare_weights(model, f"{who.lower()}/{next(_NUMBERS)}")
+    mine = sketch_weights(model)
+    why = explain_difference(mine, meet(list(range(dist.get_world_size())), mine))
     if why is None:
         return Groups((None,))
     raise ValueError(
-        f"{who}: {why}. Which ranks hold the same heads cannot be known: pass group= (ranks with equal weights; a "
+        f"QKClip: {why}. Which ranks hold the same heads cannot be known: pass group= (ranks with equal weights; a "
         "DeviceMesh with named dimensions will do), and tensor_group= or pipeline_group= where heads or layers are "
         "spread over ranks"
     )
@@ -122,20 +131,21 @@ def sketch_weights(model: nn.Module) -> str:
     return "\n".join(parts)
 
 
-def compare_weights(model: nn.Module, key: str) -> str | None:
-    """Returns how the weights of the ranks differ, None if they are equal; raises RuntimeError where one is missing."""
-    store, world, own = dist.distributed_c10d._get_default_store(), dist.get_world_size(), dist.get_rank()
-    mine = sketch_weights(model)
-    store.set(f"regard/{key}/{own}", mine)
+def meet(ranks: list[int], mine: str = "") -> list[str]:
+    """Returns what each of the ranks says; raises RuntimeError where one of them has not made a QKClip in time."""
+    number = _NUMBERS[str(ranks)] = _NUMBERS.get(str(ranks), 0) + 1
+    key = f"regard/qkclip/{hashlib.md5(str(ranks).encode()).hexdigest()}/{number}"
+    store, keys = dist.distributed_c10d._get_default_store(), [f"{key}/{rank}" for rank in ranks]
+    store.set(f"{key}/{dist.get_rank()}", mine)
     try:
-        store.wait([f"regard/{key}/{rank}" for rank in range(world)], MEET)
+        store.wait(keys, MEET)
     except (RuntimeError, dist.DistStoreError):
-        missing = [rank for rank in range(world) if not store.check([f"regard/{key}/{rank}"])]
+        missing = [rank for rank, one in zip(ranks, keys, strict=True) if not store.check([one])]
         raise RuntimeError(
-            f"{key.split('/')[0]} was not made on ranks {', '.join(map(str, missing[:8]))} within "
-            f"{MEET.total_seconds():g} s; make it on every rank"
+            f"QKClip was not made on ranks {', '.join(map(str, missing[:8]))} within {MEET.total_seconds():g} s; make "
+            "it on every rank"
         ) from None
-    return explain_difference(mine, [store.get(f"regard/{key}/{rank}").decode() for rank in range(world)])
+    return [store.get(one).decode() for one in keys]
 
 
 def explain_difference(mine: str, sketches: list[str]) -> str | None:

@@ -21,7 +21,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from regard._core.dtensor import is_dtensor
 from regard.health.watching.groups import find_given_groups, sketch_weights
 from regard.health.watching.sample import COLUMNS, LayerKey, LayerSample, empty_table, merge_ranks
 
 CLOSING = 5.0  # seconds that `close` waits for the samples of others
 PAUSE = 0.02
+LOOKS = 10  # that a rank must be absent from at least before it is left out
+KEPT = 16  # merged samples that stay in the store; ranks read them within a step or two
 _NUMBERS = itertools.count()
 
 
@@ -54,7 +57,14 @@ class Joined:
 class _Posted:
     step: int
     tables: dict[LayerKey, Tensor]
-    since: float
+    looked: float  # when it was last looked whether all have come
+    waited: float = 0.0  # seconds of training since it was posted
+
+    def wait(self, most: float) -> None:
+        """Counts the time since the last look; a pause of the training (evaluation, a checkpoint) as `most`."""
+        now = time.monotonic()
+        self.waited += min(now - self.looked, most)
+        self.looked = now
 
 
 class Ranks:
@@ -67,6 +77,8 @@ class Ranks:
         self._posted: list[_Posted] = []
         self._gone: set[int] = set()
         self._has_compared = False
+        self._joined: list[str] = []  # keys of the last samples that this rank merged
+        self._inputs: str | None = None  # a sketch of what the first forward was given
         number = next(_NUMBERS)
         if dist.is_available() and dist.is_initialized():
             is_group = group is not None and not hasattr(group, "mesh_dim_names")
@@ -102,9 +114,17 @@ class Ranks:
         if not (self._has_compared or self.is_known):
             sketch = sketch_weights(self.model)
             shapes = "\n".join(line.rpartition(" ")[0] for line in sketch.splitlines())
-            head["weights"] = [hashlib.md5(text.encode()).hexdigest() for text in (shapes, sketch)]
+            head["weights"] = [*(hashlib.md5(text.encode()).hexdigest() for text in (shapes, sketch)), self._inputs]
         self._posted.append(_Posted(step, tables, time.monotonic()))
         self._store.set(f"{step}/{dist.get_rank()}", _pack({**head, "keys": list(tables)}, list(tables.values())))
+
+    def note_inputs(self, inputs: Iterable[Any]) -> None:
+        """Keeps a sketch of what the first forward is given: tensor-parallel ranks are given the same."""
+        if self._inputs is None and self.is_distributed() and not self.is_known:
+            given = next((x for x in inputs if isinstance(x, Tensor) and not is_dtensor(x) and not x.is_meta), None)
+            if given is not None:
+                total = given.detach().flatten()[:4096].double().sum().item()
+                self._inputs = f"{tuple(given.shape)} {total!r}"
 
     def read(self, step: int, budget: float, least: float, closing: bool = False) -> list[Joined]:
         """Returns the samples that are due at the beginning of `step`; all that can be had if the monitor is closing.
@@ -120,10 +140,14 @@ class Ranks:
                 break
             else:
                 time.sleep(PAUSE)
+        if self.alone:
+            found += [Joined(one.step, self.merge_own(one.tables)) for one in self._posted]
+            self._posted.clear()
         return found
 
     def _read_next(self, step: int, budget: float, least: float, closing: bool) -> Joined | None:
         posted, own = self._posted[0], dist.get_rank()
+        posted.wait(self.timeout / LOOKS)
         joined = None
         if own == self._leader() and not self._store.check([f"{posted.step}/joined"]):
             self._join(posted, step, budget, least, closing)
@@ -135,7 +159,9 @@ class Ranks:
             joined = Joined(posted.step, layers, head["first"], head["absent"], head["refused"], head["loss"])
             self._has_compared = True
             self._gone.update(head["absent"])
-        elif time.monotonic() - posted.since > 2 * self.timeout:
+            if own in self._gone:
+                self.alone = f"it sent no sample of step {posted.step} for {self.timeout:g} s"
+        elif posted.waited > 2 * self.timeout:
             self.alone = f"rank {self._leader()} has joined no sample for {2 * self.timeout:g} s"
             joined = Joined(posted.step, self.merge_own(posted.tables))
         if joined is not None:
@@ -145,14 +171,15 @@ class Ranks:
     def _join(self, posted: _Posted, step: int, budget: float, least: float, closing: bool) -> None:
         """Merges the tables of all ranks, once they have come or those that have not are late."""
         wanted = [rank for rank in self.members if rank not in self._gone]
-        absent = [rank for rank in wanted if not self._store.check([f"{posted.step}/{rank}"])]
-        if (
-            absent
-            and time.monotonic() - posted.since < self.timeout
-            and not (self._are_missing(absent, posted) and (closing or step > posted.step + 1))
-        ):
+        have_come = self._store.check([f"{posted.step}/{rank}" for rank in wanted])
+        if not (have_come or closing) and posted.waited < min(1.0, self.timeout):
+            return  # soon; asking for each rank takes its time
+        went_on = {rank for rank in wanted for one in self._posted[1:] if self._store.check([f"{one.step}/{rank}"])}
+        ranks = [rank for rank in wanted if self._store.check([f"{posted.step}/{rank}"])]
+        absent = [rank for rank in wanted if rank not in ranks and rank not in went_on]  # samples come in order
+        is_missing = self._are_missing(absent, posted) and (closing or step > posted.step + 1)
+        if absent and posted.waited < self.timeout and not is_missing:
             return
-        ranks = [rank for rank in wanted if rank not in absent]
         received = [_unpack(self._store.get(f"{posted.step}/{rank}")) for rank in ranks]
         keyed = [
             {LayerKey(*key): table for key, table in zip(head["keys"], tables, strict=True)}
@@ -171,12 +198,14 @@ class Ranks:
             "refused": self._compare([one.get("weights") for one, _ in received], ranks),
         }  # fmt: skip
         self._store.set(f"{posted.step}/joined", _pack(head, [one.table for one in layers]))
-        for rank in ranks:
-            self._store.delete_key(f"{posted.step}/{rank}")
+        self._joined.append(f"{posted.step}/joined")
+        old, self._joined = self._joined[:-KEPT], self._joined[-KEPT:]
+        for key in (*(f"{posted.step}/{rank}" for rank in ranks), *old):
+            self._store.delete_key(key)
 
     def _are_missing(self, absent: list[int], posted: _Posted) -> bool:
         """True if ranks without a sample never made a monitor: after a step of training together they would have."""
-        return self.find_unmade(absent) == absent and time.monotonic() - posted.since > 1.0
+        return self.find_unmade(absent) == absent and posted.waited > 1.0
 
     def ask(self, step: int) -> None:
         """Asks every rank to take a sample of `step`, the next but one, because something looks wrong here."""
@@ -198,14 +227,12 @@ class Ranks:
         return [rank for rank in ranks if not self._store.check([f"made/{rank}"])]
 
     def _compare(self, weights: list[Any], ranks: list[int]) -> str:
-        first = weights[0]
-        if first is None:
-            return ""
-        other = next((rank for rank, one in zip(ranks, weights, strict=True) if one is not None and one != first), None)
-        if other is None:
-            return ""
-        differs = weights[ranks.index(other)][0] != first[0]
-        return f"layers {ranks[0]} {other}" if differs else f"heads {ranks[0]} {other}"
+        """Returns which two ranks hold other heads of the same layers (they are given the same), or other weights."""
+        known = [(rank, *one) for rank, one in zip(ranks, weights, strict=True) if one is not None]
+        pairs = [(a, b) for a, b in itertools.combinations(known, 2) if a[2] != b[2]]
+        heads = [(a, b) for a, b in pairs if a[1] == b[1] and a[3] == b[3] is not None]
+        kind = "heads" if heads else "layers"
+        return next((f"{kind} {a[0]} {b[0]}" for a, b in heads or pairs), "")
 
     def merge_own(self, tables: Mapping[LayerKey, Tensor]) -> list[LayerSample]:
         """Returns one table per layer of this rank alone."""

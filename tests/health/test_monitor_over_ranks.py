@@ -14,12 +14,6 @@ from monitor_ranks import (
 from rank_processes import RankProcesses
 
 
-@pytest.fixture(scope="module")
-def two():
-    with RankProcesses(2, timeout=60.0) as ranks:
-        yield ranks
-
-
 def assert_same(found, expected):
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):

@@ -11,12 +11,6 @@ from clip_ranks import (
 from rank_processes import RankProcesses
 
 
-@pytest.fixture(scope="module")
-def two():
-    with RankProcesses(2, timeout=60.0) as ranks:
-        yield ranks
-
-
 def test_heads_of_ranks_with_local_shards_take_their_own_factors(two):
     (whole, after, _), _ = two(run_whole)
     tops = whole["blocks.0"]

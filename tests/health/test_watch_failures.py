@@ -1,6 +1,5 @@
 """A monitor over ranks that do not do the same: no run ends, waits or hangs because of it."""
 
-import pytest
 from rank_processes import RankProcesses
 from watch_ranks import (
     run_alarms,
@@ -13,12 +12,6 @@ from watch_ranks import (
     run_pipeline_without_group,
     run_uneven,
 )
-
-
-@pytest.fixture(scope="module")
-def two():
-    with RankProcesses(2, timeout=60.0) as ranks:
-        yield ranks
 
 
 def test_on_alarm_is_called_on_every_rank_at_the_same_step(two):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import regard
+from regard.health.watching import ranks
 
 
 class Stack(nn.Module):
@@ -126,6 +127,7 @@ def run_on_one_rank_only(rank, world):
 
     model = Stack()
     if rank == 1:
+        next(ranks._NUMBERS)  # the next ones meet again
         return []
     with warnings.catch_warnings(record=True) as seen, regard.Monitor(model, every=1) as monitor:
         warnings.simplefilter("always")

@@ -141,6 +141,7 @@ def meet(ranks: list[int], mine: str = "") -> list[str]:
         store.wait(keys, MEET)
     except (RuntimeError, dist.DistStoreError):
         missing = [rank for rank, one in zip(ranks, keys, strict=True) if not store.check([one])]
+        _NUMBERS[str(ranks)] -= 1
         raise RuntimeError(
             f"QKClip was not made on ranks {', '.join(map(str, missing[:8]))} within {MEET.total_seconds():g} s; make "
             "it on every rank"

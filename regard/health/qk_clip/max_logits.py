@@ -206,8 +206,9 @@ def is_under_join(module: nn.Module) -> bool:
     """True in a forward of DistributedDataParallel, or of a module inside it, whose ranks may have unequal data."""
     if not dist.is_available():
         return False
-    wrapper = module if hasattr(module, "_join_config") else nn.parallel.DistributedDataParallel._active_ddp_module
-    return wrapper is not None and wrapper._join_config.enable
+    active = nn.parallel.DistributedDataParallel._active_ddp_module
+    config: Any = getattr(module if hasattr(module, "_join_config") else active, "_join_config", None)
+    return config is not None and config.enable
 
 
 class RankReduction:

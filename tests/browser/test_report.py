@@ -1,43 +1,44 @@
 """The report in a real browser: it draws, a head can be chosen, its numbers are the JSON's, nothing is fetched."""
 
+import importlib.util
 import json
-import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from regard import compare
 from regard.health import examine
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="no chromium: apt-get install chromium chromium-driver"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+AXE = importlib.util.find_spec("axe_core_python")  # its wheel holds axe.min.js
 
 
 @pytest.fixture(scope="module")
-def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--disable-gpu",
-        "--window-size=1200,1000",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+def browser(browser):
+    driver = browser.driver
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    driver.set_window_size(1200, 1000)
+    return driver
+
+
+def open_page(browser, path, fragment=""):
+    browser.get("about:blank")  # another hash of the same file would not load it again
+    browser.get(path.as_uri() + fragment)
+    WebDriverWait(browser, 20).until(
+        lambda driver: driver.find_element(By.TAG_NAME, "body").get_attribute("data-ready")
+    )
+
+
+def choose_scores(page, name):
+    page.find_element(By.XPATH, f"//fieldset[@id='treatment']/label[text()='{name}']").click()
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +57,8 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, saved):
-    browser.get(saved[0].as_uri())
-    WebDriverWait(browser, 20).until(
-        lambda driver: driver.find_element(By.TAG_NAME, "body").get_attribute("data-ready")
-    )
+    open_page(browser, saved[0])
+    browser.find_element(By.CSS_SELECTOR, "#numbers-of-head summary").click()
     yield browser
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
@@ -116,7 +115,7 @@ def test_arrow_keys_choose_heads_and_stop_at_the_edges(page):
 
 
 def test_what_if_shows_the_heads_as_they_would_be(page, saved):
-    Select(page.find_element(By.ID, "treatment")).select_by_visible_text("temperature=3")
+    choose_scores(page, "if temperature=3")
     page.find_element(By.CSS_SELECTOR, 'rect[data-layer="1"][data-head="0"]').click()
     assert_numbers(page, head_of(saved[1]["what_if"]["temperature=3"], 1, 0))
     assert page.find_elements(By.CSS_SELECTOR, "#curve .before")
@@ -175,10 +174,8 @@ def test_two_reports_side_by_side(browser, saved, tmp_path):
     head_of(shifted, 1, 2)["statistics"]["entropy_ratio"]["q05"] = 1e-12
     other.write_text(json.dumps(shifted))
     assert main(["compare", str(one), str(other), "--out", str(tmp_path / "both.html")]) == 0
-    browser.get((tmp_path / "both.html").as_uri())
-    WebDriverWait(browser, 20).until(
-        lambda driver: driver.find_element(By.TAG_NAME, "body").get_attribute("data-ready")
-    )
+    open_page(browser, tmp_path / "both.html")
+    browser.find_element(By.CSS_SELECTOR, "#numbers-of-head summary").click()
     browser.find_element(By.CSS_SELECTOR, '#map-change rect[data-layer="1"][data-head="2"]').click()
     assert browser.find_element(By.ID, "chosen").text == "Layer 1, head 2 · layers.1.self_attn"
     row = {
@@ -210,18 +207,15 @@ def test_a_map_beyond_one_has_its_own_range_and_marks_that_can_be_seen(browser, 
         what_if=["normalizer=entmax15"],
     )
     assert (report.findings[0].kind, len(report.findings[0].heads)) == ("diffuse", 4)
-    browser.get(report.save(tmp_path / "report.html").as_uri())
-    WebDriverWait(browser, 20).until(
-        lambda driver: driver.find_element(By.TAG_NAME, "body").get_attribute("data-ready")
-    )
+    open_page(browser, report.save(tmp_path / "report.html"))
     rings = browser.find_elements(By.CSS_SELECTOR, "circle.ring")
     assert {ring.value_of_css_property("stroke") for ring in rings} == {"rgb(31, 31, 78)"}  # on light cells
     assert browser.find_element(By.CSS_SELECTOR, "#histogram text:last-child").text == "100 %"
     Select(browser.find_element(By.ID, "statistic")).select_by_visible_text("gain ratio")
     most = max(head.statistics["gain_ratio"].mean for head in report.what_if["normalizer=entmax15"].heads)
     assert most > 3
-    for treatment, top in (("as measured", 1.0), ("normalizer=entmax15", most)):
-        Select(browser.find_element(By.ID, "treatment")).select_by_visible_text(treatment)
+    for treatment, top in (("as measured", 1.0), ("if normalizer=entmax15", most)):
+        choose_scores(browser, treatment)
         ends = browser.find_elements(By.CSS_SELECTOR, "#scale span")
         assert [float(end.text) for end in ends[:2]] == pytest.approx([0.0, top], rel=1e-3)
 
@@ -240,29 +234,21 @@ def tokens_saved(tmp_path_factory):
     return report.save(tmp_path_factory.mktemp("tokens") / "report.html"), report
 
 
-def open_page(browser, address):
-    browser.get("about:blank")  # another hash of the same file would not load it again
-    browser.get(address)
-    WebDriverWait(browser, 20).until(
-        lambda driver: driver.find_element(By.TAG_NAME, "body").get_attribute("data-ready")
-    )
-
-
 def test_the_head_to_look_at_first_is_open_and_links_choose_another(browser, tokens_saved):
     path, report = tokens_saved
-    open_page(browser, path.as_uri())
+    open_page(browser, path)
     first = min(report.findings[0].places)
     chosen = browser.find_element(By.ID, "chosen")
     assert chosen.text.startswith(f"Layer {first[0]}, head {first[1]} ")
     assert chosen.get_attribute("href").endswith(f"#layer-{first[0]}-head-{first[1]}")
-    open_page(browser, f"{path.as_uri()}#layer-7-head-2")
+    open_page(browser, path, "#layer-7-head-2")
     assert browser.find_element(By.ID, "chosen").text.startswith("Layer 7, head 2 ")
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
 def test_a_token_shows_its_top_keys(browser, tokens_saved):
     path, report = tokens_saved
-    open_page(browser, f"{path.as_uri()}#layer-40-head-1")
+    open_page(browser, path, "#layer-40-head-1")
     head = next(one for one in report.tokens["heads"] if (one["index"], one["head"]) == (40, 1))
     assert head["kind"] in browser.find_element(By.ID, "head-kind").text
     token = browser.find_elements(By.CSS_SELECTOR, "#passage .token")[20]
@@ -277,17 +263,55 @@ def test_a_token_shows_its_top_keys(browser, tokens_saved):
 
 def test_marks_follow_the_what_if_and_all_layers_fit(browser, tokens_saved):
     path, report = tokens_saved
-    open_page(browser, path.as_uri())
+    open_page(browser, path)
     shown = "return document.querySelectorAll('circle.ring:not(.none)').length"
     assert browser.execute_script(shown) == len({place for one in report.findings for place in one.places})
-    Select(browser.find_element(By.ID, "treatment")).select_by_visible_text("qk_norm")
+    choose_scores(browser, "if qk_norm")
     changed = report.what_if["qk_norm"].findings
     assert browser.execute_script(shown) == len({place for one in changed for place in one.places})
     assert browser.execute_script("return document.querySelector('#map svg').getBoundingClientRect().height") < 700
 
 
+def test_a_cause_alone_can_be_marked_and_by_the_keyboard(browser, tokens_saved):
+    path, report = tokens_saved
+    open_page(browser, path)
+    numbers = "return [...document.querySelectorAll('circle.ring:not(.none)')].length"
+    everything = browser.execute_script(numbers)
+    button = browser.find_element(By.CSS_SELECTOR, "#causes .place")
+    button.send_keys(Keys.ENTER)
+    assert button.get_attribute("aria-pressed") == "true"
+    own = {place for one in report.findings if one.kind == button.get_attribute("data-kind") for place in one.places}
+    assert browser.execute_script(numbers) == len(own) and own
+    button.send_keys(Keys.ENTER)
+    assert button.get_attribute("aria-pressed") == "false" and browser.execute_script(numbers) == everything
+
+
+@pytest.mark.skipif(AXE is None, reason="axe-core-python is not installed")
+@pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (420, "dark")])
+def test_axe_finds_no_violation(browser, saved, tokens_saved, tmp_path, width, theme):
+    axe = (Path(AXE.submodule_search_locations[0]) / "axe.min.js").read_text()
+    comparison = compare(tokens_saved[1], tokens_saved[1]).save(tmp_path / "both.html")
+    size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    features = [dict(name="prefers-color-scheme", value=theme)]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=features))
+    try:
+        for path in (saved[0], tokens_saved[0], comparison):
+            open_page(browser, path)
+            browser.execute_script("for (const part of document.querySelectorAll('details')) part.open = true")
+            browser.execute_script(f"{axe}; window.axe = axe")
+            found = browser.execute_async_script(
+                "const done = arguments[0]; axe.run().then(({ passes, violations }) => done([passes.length, "
+                "violations.map((one) => [one.id, one.nodes.map((node) => node.html.slice(0, 120))])]))"
+            )
+            assert found[0] > 15 and found[1] == [], path.name
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=[]))
+
+
 def test_the_chart_follows_the_statistic(browser, tokens_saved):
-    open_page(browser, tokens_saved[0].as_uri())
+    open_page(browser, tokens_saved[0])
     for name, has_curve in (("distance", True), ("entropy ratio", True), ("max logit", False)):
         Select(browser.find_element(By.ID, "statistic")).select_by_visible_text(name)
         assert browser.find_element(By.ID, "curve-title").text.startswith(name)
@@ -295,7 +319,7 @@ def test_the_chart_follows_the_statistic(browser, tokens_saved):
 
 
 def test_a_word_leads_to_its_meaning(browser, tokens_saved):
-    open_page(browser, tokens_saved[0].as_uri())
+    open_page(browser, tokens_saved[0])
     link = browser.find_element(By.CSS_SELECTOR, "#causes a.word")
     assert link.get_attribute("title")
     browser.execute_script("arguments[0].click()", link)
@@ -303,19 +327,19 @@ def test_a_word_leads_to_its_meaning(browser, tokens_saved):
     assert entry.is_displayed()
 
 
-def test_the_first_screen_has_cause_step_and_map(browser, tokens_saved):
+def test_the_first_screen_has_verdict_cause_step_map_and_tokens(browser, tokens_saved):
     browser.set_window_size(1400, 1040)  # 900 of them for the page
-    open_page(browser, tokens_saved[0].as_uri())
+    open_page(browser, tokens_saved[0])
     high = browser.execute_script("return innerHeight")
-    for selector in ("#causes li", "#copy", "#map svg", "#scale"):
+    for selector in ("h1", "#causes li", "#copy", "#map svg", "#scale", "#passage", "#top-keys", "a[href='#checked']"):
         box = browser.find_element(By.CSS_SELECTOR, selector).rect
-        assert box["y"] + (0 if selector == "#causes li" else box["height"]) <= high, selector
+        assert box["y"] + box["height"] <= high, selector
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_tokens_say_that_they_are_as_measured_under_a_change(browser, tokens_saved):
-    open_page(browser, tokens_saved[0].as_uri())
+    open_page(browser, tokens_saved[0])
     note = browser.find_element(By.ID, "tokens-note")
     assert not note.is_displayed()
-    Select(browser.find_element(By.ID, "treatment")).select_by_visible_text("qk_norm")
+    choose_scores(browser, "if qk_norm")
     assert note.is_displayed()

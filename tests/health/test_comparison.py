@@ -1,5 +1,6 @@
 """regard.compare: what is new, resolved and changed, and the first layer that differs."""
 
+import io
 import json
 
 import pytest
@@ -27,6 +28,7 @@ def healthy():
 def test_equal_reports_do_not_differ(healthy):
     same = regard.compare(healthy, healthy)
     assert same.new == same.resolved == same.changed == [] and same.first_differences == {}
+    assert same.verdict == ("same", "B is the same as A.")
     assert "The findings are the same." in str(same) and "No statistic differs" in str(same)
 
 
@@ -38,7 +40,11 @@ def test_a_change_is_located_at_its_layer(healthy):
     first = comparison.first_differences["entropy_ratio"]
     assert (first.index, first.layer) == (1, "layers.1.self_attn") and first.amount > 0.1
     assert "First difference: layer 1 (layers.1.self_attn)" in str(comparison)
+    word, sentence = comparison.verdict
+    assert word == "worse" and sentence.startswith("B is worse than A: scale off in ") and "1·0" in sentence
+    assert comparison.summary()[-1].startswith("Do first: ") and comparison.first_layer == 1
     back = regard.compare(stack((2.0, 40.0, 2.0)), healthy)
+    assert back.verdict[0] == "better" and "no more scale off" in back.verdict[1]
     assert {change.kind for change in back.resolved} == kinds and back.new == []
 
 
@@ -73,8 +79,8 @@ def test_a_layer_in_one_report_only_differs(healthy, tmp_path):
 def test_it_is_saved_and_shown_as_a_page(healthy, tmp_path):
     comparison = regard.compare(healthy, stack((2.0, 40.0, 2.0)))
     html = comparison.save(tmp_path / "both.html").read_text()
-    assert html.index("<h3>New in B</h3>") < html.index("scale off") < html.index("means over heads")
-    assert "Resolved in B: nothing" in html and "since layer 1" in html
+    assert html.index("B is worse than A") < html.index("<h3>New in B</h3>") < html.index("Means over heads")
+    assert "Resolved in B, Changed: nothing" in html
     shown = comparison._repr_html_()
     assert shown.startswith('<iframe sandbox="allow-scripts" srcdoc="') and "<script" not in shown
     with pytest.raises(ValueError, match=r"path must end in \.html"):
@@ -86,7 +92,29 @@ def test_files_are_called_by_their_names(healthy, tmp_path):
     a, b, same = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "old" / "a.json"
     for path in (a, b, same):
         healthy.save(path)
-    assert regard.compare(a, b).summary()[:2] == ["A: a.json (TransformerEncoder)", "B: b.json (TransformerEncoder)"]
+    assert regard.compare(a, b).summary()[1:3] == ["A: a.json (TransformerEncoder)", "B: b.json (TransformerEncoder)"]
     assert regard.compare(a, same).names == (str(a), str(same))
+    assert regard.compare(healthy, healthy).names == ("TransformerEncoder (A)", "TransformerEncoder (B)")
     assert regard.compare(healthy, b).names == ("TransformerEncoder", "b.json")
     assert "<h1>a.json" in regard.compare(a, b).save(tmp_path / "both.html").read_text()
+
+
+def test_a_deep_comparison_fits_a_screen(healthy, tmp_path):
+    data = healthy.to_json()
+    deep = []
+    for report, factor in ((data, 1.0), (json.loads(json.dumps(data)), 0.5)):
+        heads = [
+            dict(json.loads(json.dumps(head)), index=head["index"] + 3 * k)
+            for head in report["heads"]
+            for k in range(16)
+        ]
+        for head in heads:
+            if head["index"] >= 30:
+                head["statistics"]["entropy_ratio"]["mean"] *= factor
+        deep.append(tmp_path / f"{factor}.json")
+        deep[-1].write_text(json.dumps(dict(report, heads=heads)))
+    out = io.StringIO()
+    regard.compare(*deep).show(out)
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 23 and max(map(len, lines)) <= 80
+    assert any(line.split()[:2] == ["0–29", "="] for line in lines) and "… and 13 more layers that differ" in lines

@@ -14,8 +14,9 @@ from regard.health.contract.run import Ablation, Checks, LossChange, LossReading
 from regard.health.models.tiny import CHARACTERS, TinyLM, encode
 from regard.health.report import glossary
 from regard.health.report.glossary import link_words
-from regard.health.report.page import payload, problems, report_page
-from regard.health.report.page.problems import find_unusual
+from regard.health.report.page import payload, report_page
+from regard.health.report.screen import describe_place
+from regard.health.report.summary import find_unusual
 from regard.health.tokens.kinds import KINDS, MIXED
 
 DOCS = Path(__file__).parents[2] / "docs" / "glossary.md"
@@ -46,28 +47,29 @@ def test_problems_come_first_with_layer_remedy_and_gain(ill):
     page = report_page.render(ill)
     order = ['id="causes"', 'id="explorer"', 'id="chosen"', 'id="findings"', 'id="what-if"', 'id="checked"']
     assert sorted(order, key=page.index) == order
-    assert re.search(r"[Ss]ince layer 1, in \d of 6 heads \(layers 1 to 2\)", page)
-    card = page[page.index("<article") : page.index("</article>")]
-    assert all(f"<dt>{part}</dt>" in card for part in ("Where", "What to do", "What it would gain"))
-    assert "qk_norm ends it in" in card and "<summary>Why?</summary>" in card
-    assert card.index("What to do") < card.index("Why?")
-    first = sorted(ill.findings[0].places)[0]
-    assert f'Look first at <a href="#layer-{first[0]}-head-{first[1]}">' in page
-    assert "<b>Do first:</b>" in page[: page.index('id="explorer"')] and 'id="copy"' in page
     causes = page[page.index('id="causes"') : page.index('id="explorer"')]
     assert all(causes.count(f"<code>{cause.code}</code>") == 1 for cause in ill.diagnosis if cause.severity != "note")
+    assert "Layers 1–2, all heads</button>" in causes and 'data-kind="scale off"' in causes
+    assert causes.index("<b>Do first:</b>") < causes.index('id="copy"') < causes.index("<b>Gain:</b>")
+    assert "<b>Sure:</b> Proves" in causes and "<summary>Threshold</summary>" in causes
+
+
+def test_a_fact_is_told_once(ill):
+    page = report_page.render(ill)
+    assert all(page.count(f"<code>{finding.code}</code>") == 1 for finding in ill.findings)
+    assert page.count("Reported if") == len(ill.findings)
 
 
 def test_a_page_says_which_text_was_measured(ill):
-    assert "It begins: <q>the cat sat on the mat" in report_page.render(ill)
+    assert "The text begins: <q>the cat sat on the mat" in report_page.render(ill)
     assert "comes with regard" not in report_page.render(ill)
-    sample = replace(ill, how={**ill.how, "input": "the built-in sample"})
-    assert "Measured on the built-in sample. It comes with regard" in report_page.render(sample)
+    sample = report_page.render(replace(ill, how={**ill.how, "input": "the built-in sample"}))
+    assert "Measured on the built-in sample." in sample and "The sample comes with regard" in sample
 
 
 def test_a_page_without_problems_shows_unusual_heads(sound):
     page = report_page.render(sound)
-    assert "Nothing was found to be wrong" in page and "No problem found in these" in page
+    assert "No problem found in these" in page
     assert 'id="unusual"' in page and "where the middle head has" in page
     assert 'id="causes"' not in page
 
@@ -106,9 +108,10 @@ def test_checks_are_drawn_where_there_are_some(ill):
     checked = replace(ill, checks=checks)
     page = report_page.render(checked)
     header = re.sub("<[^>]+>", "", page[page.index("<header>") : page.index("</header>")])
-    assert header.count("loss 2.5 nats per token") == 1 and "unigrams reach 3, its bigrams 2.2" in header
-    assert re.search(r"<td>2, helps \(Δ [^<]+\)</td>", page) and "qk_norm ends it in" in page
-    assert re.search(r", loss 2.5 → 2, helps \(Δ [^<;]+\)", page)
+    assert "Loss 2.5 ± 0.1 (next token, 8 sequences); guessing by the token before: 2.2." in header
+    assert "1 check made, 1 not: why" in header
+    assert re.search(r"<td class=\"words\">2, helps \(Δ [^<]+\)</td>", page)
+    assert re.search(r"qk_norm: loss 2.5 → 2, helps \(Δ [^<;]+\), ends it in 4 of 4 heads", page)
     assert "two equal forwards agree" in page and "there is none" in page
     drawn = payload.make_payload(checked, 8, 3)
     at = drawn["statistics"].index("ablation")
@@ -164,13 +167,16 @@ def test_every_word_of_a_report_is_in_the_glossary():
     assert {word: listed.get(word) for word in known} == known
 
 
-def test_layers_are_named_in_words(ill):
+def test_places_are_named_in_words(ill):
     finding = ill.findings[0]
     name = finding.heads[0][0]
 
-    def where(*layers):
-        return problems.describe_where(ill, replace(finding, heads=((name, 0),) * len(layers), indices=layers))
+    def where(*places):
+        layers = tuple(index for index, _ in places)
+        heads = tuple((name, head) for _, head in places)
+        return describe_place(ill, replace(finding, heads=heads, indices=layers))
 
-    assert where(2) == "in layer 2 only, in 1 of 6 heads"
-    assert where(0, 1, 2) == "in every layer, in 3 of 6 heads"
-    assert where(0, 2) == "since layer 0, in 2 of 6 heads (layers 0, 2)"
+    assert where((2, 1)) == "layer 2, head 1"
+    assert where((0, 0), (1, 0), (2, 0)) == "layers 0–2, head 0"
+    assert where((0, 0), (0, 1), (2, 0), (2, 1)) == "layers 0, 2, all heads"
+    assert where((0, 0), (2, 1)) == "layers 0, 2, 2 heads"

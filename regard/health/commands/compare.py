@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("b", metavar="B", help="the same; the other model is run on a fingerprint's tokens")
     parser.add_argument("--tolerance", type=float, help="relative difference that counts (None: beyond rounding)")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
-    parser.add_argument("--heads", type=int, default=5, help="of reports: how many changed heads to list (5)")
+    parser.add_argument("--heads", type=int, default=3, help="of reports: how many changed heads to list (3)")
     parser.add_argument("--out", type=Path, metavar="PATH", help="of reports: also write both to an .html file")
     add_target_arguments(parser)
 
@@ -70,5 +70,5 @@ def _compare_reports(options: argparse.Namespace) -> int:
         return files.report_failure("compare", error, options.out)
     comparison.show(heads=options.heads)
     if options.out is not None:
-        print(f"\n{options.out}")
+        print(f"page: {options.out}")
     return 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any, TextIO
 
-from regard.health.report.terminal import printable
+from regard.health.report.writer import Writer, fold_numbers, printable
 from regard.table import Table
 
 PARTS = ("q", "k", "v", "scores", "output", "block")
@@ -113,13 +113,28 @@ class ModelComparison:
 
     def show(self, file: TextIO | None = None) -> None:
         """Print the summary and a row per layer."""
-        file = sys.stdout if file is None else file
-        for line in self.summary():
-            print(printable(line), file=file)
-        rows = [[str(one.index), printable(one.layer), *map(_number, one.numbers)] for one in self.layers]
-        if rows:
-            print(file=file)
-            Table(["", "layer", *PARTS], rows, "relative differences, each layer given the same input").show(file)
+        writer = Writer(file)
+        first, *rest = self.summary()
+        writer.line(f"{'✓' if self.same else '✗'} {first}", "green" if self.same else "bold red")
+        for line in rest:
+            writer.line(line)
+        if self.layers:
+            writer.line()
+            title = "relative differences, each layer given the same input; of several layers the largest"
+            Table(["layers", "name of the first", *PARTS], self._rows(), title).show(writer.file)
+
+    def _rows(self) -> list[list[str]]:
+        """A row per layer; from 13 layers on one per run of layers in which the same tensors differ."""
+        runs = [[one] for one in self.layers]
+        if len(runs) > LISTED:
+            runs = [list(run) for _, run in groupby(self.layers, key=lambda one: one.differs)]
+        rows = []
+        for run in runs:
+            known = [[x for x in column if x is not None] for column in zip(*(one.numbers for one in run), strict=True)]
+            largest = [max(column, default=None) for column in known]
+            indices = fold_numbers([one.index for one in run])
+            rows.append([indices, printable(run[0].layer or "the model itself"), *map(_number, largest)])
+        return rows
 
     def __str__(self) -> str:
         return "\n".join(self.summary())

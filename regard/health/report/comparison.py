@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -14,11 +13,15 @@ from regard.health.report import files
 from regard.health.report.report import Report
 from regard.health.report.saved import read_json
 from regard.health.report.summary import ROOT, count_noun
-from regard.health.report.terminal import printable
+from regard.health.report.writer import Writer, fold_numbers, printable
 from regard.table import Table, format_number
 
-SHOWN = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "max_logit")
-LISTED = 12  # heads of a finding
+SHOWN = {"entropy ratio": "entropy_ratio", "max weight": "max_weight", "gain ratio": "gain_ratio"}
+LISTED, ROWS = 12, 6  # heads of a finding; rows of the table of layers on the screen
+
+MARKS = {"same": "✓", "better": "✓", "worse": "✗", "different": "≠"}
+
+UNSURE = "Statistics are compared, not outputs; regard compare MODEL MODEL compares those."
 
 Place = tuple[int, int]  # layer index, head
 
@@ -32,7 +35,9 @@ class FindingChange(NamedTuple):
 
     def __str__(self) -> str:
         parts = [
-            f"{_list(heads)} {side} only" for side, heads in (("in A", self.gone), ("in B", self.appeared)) if heads
+            f"{describe_places(heads)} {side} only"
+            for side, heads in (("in A", self.gone), ("in B", self.appeared))
+            if heads
         ]
         return f"{self.kind}, {'; '.join(parts)}"
 
@@ -81,14 +86,49 @@ class Comparison:
         self.changed = [c for c in changes if c.heads_a and c.heads_b and c.heads_a != c.heads_b]
         self.first_differences = {one.statistic: one for one in _first_differences(a, b, tolerance)}
 
+    @property
+    def verdict(self) -> tuple[str, str]:
+        """`better`, `worse`, `same` or `different`, and a sentence: which findings and which loss B has instead."""
+        worse, better = ([describe_change(one) for one in self._causes(side)] for side in (self.new, self.resolved))
+        parts = [f"{said}{', '.join(names)}" for said, names in (("", worse), ("no more ", better)) if names]
+        losses = [describe_loss_of(report) for report in (self.a, self.b)]
+        beside = f"loss {losses[0]} → {losses[1]}" if all(losses) else ""
+        if not parts and not self.first_differences and not self.changed:
+            return "same", "B is the same as A."
+        word = "different" if bool(worse) == bool(better) else "worse" if worse else "better"
+        parts += [] if worse or better else [f"since layer {self.first_layer}, with the same causes"]
+        verb = "differs from A" if word == "different" else f"is {word} than A"
+        return word, f"B {verb}: {'; '.join([*parts, beside] if beside else parts)}."
+
+    def _causes(self, changes: Sequence[FindingChange]) -> list[FindingChange]:
+        """The changes that are causes and no notes."""
+        told = {one["kind"] for report in (self.a, self.b) for one in report.get("diagnosis", report["findings"])}
+        found = [one for report in (self.a, self.b) for one in report["findings"]]
+        grave = {one["kind"] for one in found if one.get("severity") != "note"}
+        return [change for change in changes if change.kind in told & grave]
+
+    @property
+    def first_step(self) -> str:
+        """`Do first: multiply the scores by 1/√d exactly once (RG401).` for the gravest cause that is new in B."""
+        kinds = [change.kind for change in self._causes(self.new)]
+        fixes = [one for one in self.b.get("diagnosis", ()) if one["kind"] in kinds]
+        return f"Do first: {fixes[0]['fix']} ({fixes[0]['code']})" if fixes else ""
+
+    @property
+    def first_layer(self) -> int:
+        """The index of the first layer that differs, 0 if none does."""
+        return min((one.index for one in self.first_differences.values()), default=0)
+
     def summary(self) -> list[str]:
-        """The comparison in a few lines."""
-        lines = [
+        """The comparison in a few lines, the verdict first."""
+        lines = [self.verdict[1]]
+        lines += [
             f"{letter}: {describe_name(name, report)}{describe_gaps(report)}"
             for letter, name, report in zip("AB", self.names, (self.a, self.b), strict=True)
         ]
-        lines += [f"New in B: {change.kind}, {_list(change.appeared)}" for change in self.new]
-        lines += [f"Resolved in B: {change.kind}, {_list(change.gone)}" for change in self.resolved]
+        for title, changes in (("New in B", self.new), ("Resolved in B", self.resolved)):
+            told = self._causes(changes)  # by the verdict
+            lines += [f"{title}: {describe_change(one)}" for one in changes if one not in told]
         lines += [f"Changed: {change}" for change in self.changed]
         if not (self.new or self.resolved or self.changed):
             lines.append("The findings are the same.")
@@ -97,13 +137,13 @@ class Comparison:
         first = min(self.first_differences.values(), key=lambda one: one.index)
         names = [one.statistic for one in self.first_differences.values() if one.index == first.index]
         listed = ", ".join(map(_words, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return [*lines, f"First difference: layer {first.index} ({first.layer or ROOT}), in {listed}."]
+        lines.append(f"First difference: layer {first.index} ({first.layer or ROOT}), in {listed}.")
+        return [*lines, self.first_step] if self.first_step else lines
 
     def tables(self, heads: int = 5) -> list[Table]:
-        """Means per layer, findings per kind, the first differences, and the `heads` most changed heads."""
+        """Means per layer, the first differences, and the `heads` most changed heads."""
         tables = [
             compare_layers(self.a, self.b),
-            count_findings(self.a, self.b),
             self._table_of_differences(),
             list_most_changed(self.a, self.b, heads),
         ]
@@ -123,14 +163,21 @@ class Comparison:
         title = f"first layer that differs by more than {self.tolerance:.2g} of a statistic's size"
         return Table(["layer", "statistics that first differ here, and by how much"], rows, title)
 
-    def show(self, file: TextIO | None = None, heads: int = 5) -> None:
-        """Print the summary and the tables."""
-        file = sys.stdout if file is None else file
-        for line in self.summary():
-            print(printable(line), file=file)
-        for table in self.tables(heads):
-            print(file=file)
-            table.show(file)
+    def show(self, file: TextIO | None = None, heads: int = 3) -> None:
+        """Print the summary, the layers that differ, and the most changed heads."""
+        writer = Writer(file)
+        first, *rest = self.summary()
+        writer.line(f"{MARKS[self.verdict[0]]} {first}", "bold")
+        for line in rest:
+            writer.line(line)
+        layers, changed = compare_layers(self.a, self.b), list_most_changed(self.a, self.b, heads)
+        writer.line(UNSURE, "dim")
+        left = len(layers.rows) - ROWS
+        more = [f"… and {count_noun(left, 'more layer')} that differ"] if left > 0 else []
+        lines = replace(layers, rows=layers.rows[:ROWS]).plain().splitlines() if layers.rows else []
+        lines += more + (["", *changed.plain().splitlines()] if changed.rows else [])
+        for line in ["", *lines] if lines else []:
+            writer.line(line)
 
     def save(self, path: str | os.PathLike, heads: int = 5) -> Path:
         """Write both reports side by side as one .html file, with the `heads` most changed heads."""
@@ -206,7 +253,9 @@ def names_of(a: Report | str | os.PathLike, b: Report | str | os.PathLike) -> tu
     """What two reports are called: files by their names, or by their paths if the names are the same."""
     first, second = (one.title if isinstance(one, Report) else Path(one).name for one in (a, b))
     are_files = not isinstance(a, Report) and not isinstance(b, Report)
-    return (str(a), str(b)) if are_files and first == second else (first, second)
+    if first != second:
+        return first, second
+    return (str(a), str(b)) if are_files else (f"{first} (A)", f"{second} (B)")
 
 
 def describe_name(name: str, report: dict[str, Any]) -> str:
@@ -266,12 +315,20 @@ def _relative_difference(one: dict | None, other: dict | None, name: str) -> flo
 
 
 def compare_layers(a: dict[str, Any], b: dict[str, Any]) -> Table:
-    """A table of means over each layer's heads, A → B."""
+    """A table of means over each layer's heads and of its largest logit, A → B; equal neighbours are one row."""
     indices = sorted({head["index"] for report in (a, b) for head in report["heads"]})
-    rows = [
-        [str(index), *(f"{_mean(a, index, name)} → {_mean(b, index, name)}" for name in SHOWN)] for index in indices
-    ]
-    return Table(["layer", *map(_words, SHOWN)], rows, "means over heads, A → B", ["layer"])
+    rows: list[tuple[list[int], list[str]]] = []
+    for index in indices:
+        pairs = [(_mean(a, index, name), _mean(b, index, name)) for name in SHOWN.values()]
+        pairs.append((_largest(a, index), _largest(b, index)))
+        cells = ["=" if one == other else f"{one} → {other}" for one, other in pairs]
+        if rows and rows[-1][1] == cells and set(cells) == {"="}:
+            rows[-1][0].append(index)
+        else:
+            rows.append(([index], cells))
+    columns = ["layers", *SHOWN, "largest logit"]
+    title = "means over heads, A → B; = where they agree"
+    return Table(columns, [[fold_numbers(found), *cells] for found, cells in rows], title)
 
 
 def _mean(report: dict[str, Any], index: int, name: str) -> str:
@@ -280,15 +337,18 @@ def _mean(report: dict[str, Any], index: int, name: str) -> str:
     return format_number(sum(values) / len(values)) if values else "–"
 
 
-def count_findings(a: dict[str, Any], b: dict[str, Any]) -> Table:
-    """A table of heads per kind of finding; several findings of one kind (too large, too small) are added."""
-    counts: tuple[Counter, Counter] = (Counter(), Counter())
-    for count, report in zip(counts, (a, b), strict=True):
-        for one in report["findings"]:
-            count[one["kind"]] += len(one["heads"])
-    kinds = sorted(counts[0].keys() | counts[1].keys())
-    rows = [[printable(kind), str(counts[0][kind]), str(counts[1][kind])] for kind in kinds] or [["none", "0", "0"]]
-    return Table(["finding", "heads in A", "heads in B"], rows, "findings", ["heads in A", "heads in B"])
+def _largest(report: dict[str, Any], index: int) -> str:
+    most = (head["statistics"]["max_logit"].get("max") for head in report["heads"] if head["index"] == index)
+    values = [x for x in most if x is not None]
+    return format_number(max(values)) if values else "–"
+
+
+def describe_loss_of(report: dict[str, Any]) -> str:
+    """`2.25 ± 0.07` of a report as JSON, empty if its loss is not known."""
+    loss = (report.get("checks") or {}).get("loss") or {}
+    if loss.get("mean") is None or loss.get("low") is None or loss.get("high") is None:
+        return ""
+    return f"{loss['mean']:.3g} ± {(loss['high'] - loss['low']) / 2:.1g}"
 
 
 def list_most_changed(a: dict[str, Any], b: dict[str, Any], count: int) -> Table:
@@ -315,8 +375,16 @@ def _describe_difference(one: Difference) -> str:
     return f"{_words(one.statistic)} {'in one report only' if math.isinf(one.amount) else f'{one.amount:.0%}'}"
 
 
-def _list(places: list[Place]) -> str:
-    """`2 heads (0·1 3·2)`, with layer·head."""
-    listed = " ".join(f"{index}·{head}" for index, head in places[:LISTED])
-    more = f" and {len(places) - LISTED} more" if len(places) > LISTED else ""
-    return f"{count_noun(len(places), 'head')} ({listed}{more})"
+def describe_change(change: FindingChange) -> str:
+    return f"{change.kind} {describe_places(change.appeared or change.gone)}"
+
+
+def describe_places(places: Sequence[Place]) -> str:
+    """`in 2 heads (0·1 3·2)`, or where there are many `since layer 12 (48 heads of layers 12–23)`."""
+    heads = count_noun(len(places), "head")
+    if not places:
+        return "in the whole model"
+    if len(places) <= LISTED:
+        return f"in {heads} ({' '.join(f'{index}·{head}' for index, head in places)})"
+    layers = sorted({index for index, _ in places})
+    return f"since layer {layers[0]} ({heads} of layers {fold_numbers(layers)})"

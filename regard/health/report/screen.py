@@ -9,9 +9,9 @@ loss 6.06 ± 0.04 (next token, 16 sequences); guessing by frequency: 5.73
     do first  …
     gain      qk_norm: loss 6.06 → 6.08, no difference (Δ +0.02 [−0.01, +0.05])
     sure      …
-  layer  heads             entropy  max logit
-   0–11  ················     0.98        3.1
-  12–23  1111111111111111     0.24         70   ← 1 starts here
+  layer  heads             entropy  largest logit
+   0–11  ················     0.98            3.1
+  12–23  1111111111111111     0.24             70   ← 1 starts here
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from dataclasses import dataclass
 from typing import NamedTuple, TextIO
 
 from regard.health import checks
-from regard.health.checks.finding import MODEL
+from regard.health.checks.finding import MODEL, Finding
 from regard.health.contract.diagnosis import Cause
 from regard.health.report.report import Report
 from regard.health.report.summary import count_noun, describe_mixers, describe_no_findings, find_unusual
-from regard.health.report.writer import Writer
+from regard.health.report.writer import Writer, fold_numbers
 from regard.table import format_number
 
-HEIGHT = 24  # lines of the screen
+HEIGHT = 23  # lines, so that the prompt fits below them into 24; taller terminals are filled up to TALL
+TALL = 44
 SHOWN = 3  # causes
+NAMED = 8  # heads of a cause; of more the number
 HEADS = 32  # columns of the map
 NOTHING, SEVERAL = "·", "+"
 COLOURS = {"critical": "bold red", "warning": "yellow", "note": "cyan", "sound": "green"}
@@ -53,17 +55,19 @@ class Detail(NamedTuple):
 
 
 DETAILS = (
-    Detail(3, 2, 2, 2, 12, 2), Detail(2, 2, 2, 2, 12, 2), Detail(2, 1, 2, 2, 8, 2), Detail(2, 1, 1, 1, 8, 1),
-    Detail(1, 1, 1, 1, 6, 1), Detail(1, 1, 1, 1, 6, 1, 0), Detail(1, 1, 1, 0, 4, 1), Detail(1, 1, 0, 0, 2, 1, 0),
+    Detail(4, 4, 3, 3, 12, 2), Detail(3, 2, 2, 2, 12, 2), Detail(2, 2, 2, 2, 12, 2), Detail(2, 2, 2, 2, 8, 1),
+    Detail(2, 2, 1, 1, 8, 1), Detail(2, 1, 1, 1, 8, 1, 0), Detail(1, 1, 1, 1, 6, 1, 0), Detail(1, 1, 1, 0, 4, 1, 0),
+    Detail(1, 1, 0, 0, 2, 1, 0),
 )  # fmt: skip
 
 
 def show_screen(report: Report, file: TextIO | None = None, page: str = "") -> None:
-    """Prints the report in at most 24 lines of 80 columns; `page` is the file that has the rest."""
+    """Prints the report in at most 23 lines of 80 columns, in more on a taller terminal; `page` has the rest."""
     writer = Writer(file)
+    most = max(HEIGHT, min(writer.height - 1, TALL))
     for detail in DETAILS:
         lines = list(_compose(writer, report, page, detail))
-        if len(lines) <= HEIGHT:
+        if len(lines) <= most:
             break
     for text, style in lines:
         writer.line(text, style, most=1)
@@ -74,7 +78,7 @@ def _compose(writer: Writer, report: Report, page: str, detail: Detail) -> Itera
     causes = report.diagnosis
     shown = [cause for cause in causes if cause.severity != "note"][:SHOWN] or causes[:1]
     yield _title(report), "bold"
-    yield _verdict(report, causes)
+    yield _verdict(report)
     for text in (describe_loss(report), *describe_mixers(report)):
         for line in writer.wrap(text, 2, 2):
             yield line, ""
@@ -88,7 +92,7 @@ def _compose(writer: Writer, report: Report, page: str, detail: Detail) -> Itera
         yield from writer.field("sure", UNSURE, 2, indent=0)
     if report.heads:
         yield from _draw_map(report, shown, detail.rows)
-    yield from _foot(writer, report, causes, shown, page, detail.skipped)
+    yield from _foot(writer, report, causes, shown, page, detail)
 
 
 def _title(report: Report) -> str:
@@ -102,19 +106,27 @@ def _title(report: Report) -> str:
     return f"{report.title}  {' · '.join(parts)}"
 
 
-def _verdict(report: Report, causes: Sequence[Cause]) -> Line:
-    grave = [cause for cause in causes if cause.severity != "note"]
+def _verdict(report: Report) -> Line:
     if report.interrupted:
         return f"✗ NOT FINISHED: {report.interrupted}", COLOURS["critical"]
-    if grave:
-        layers = [index for index, _ in grave[0].finding.places] if grave[0].scope != MODEL else []
-        since = f"{', the first' * (len(grave) > 1)} since layer {min(layers)}" if layers else ""
-        return f"✗ {grave[0].severity.upper()}  {count_noun(len(grave), 'cause')}{since}", COLOURS[grave[0].severity]
+    if causes := count_causes(report):
+        severity = report.diagnosis[0].severity
+        return f"✗ {severity.upper()}  {causes}", COLOURS[severity]
     text = describe_no_findings(report)
     if not report.heads:
         return f"– NOTHING MEASURED: {text}", COLOURS["warning"]
     found = text.removeprefix("No problem found ")
     return f"✓ NO PROBLEM FOUND {found}" if found != text else f"– {text}", COLOURS["sound"]
+
+
+def count_causes(report: Report) -> str:
+    """`3 causes, the gravest since layer 8`, empty if there is none but notes."""
+    grave = [cause for cause in report.diagnosis if cause.severity != "note"]
+    if not grave:
+        return ""
+    layers = [index for index, _ in grave[0].finding.places] if grave[0].scope != MODEL else []
+    since = f"{', the gravest' * (len(grave) > 1)} since layer {min(layers)}" if layers else ""
+    return f"{count_noun(len(grave), 'cause')}{since}"
 
 
 def describe_loss(report: Report) -> str:
@@ -136,17 +148,19 @@ def describe_loss(report: Report) -> str:
 
 
 def _describe_cause(writer: Writer, report: Report, number: int, cause: Cause, detail: Detail) -> Iterator[Line]:
-    head = f"{number} {cause.kind}  {describe_place(report, cause)}"
+    head = f"{number} {cause.kind}  {describe_place(report, cause.finding)}"
     yield head + " " * max(writer.width - len(head) - len(cause.code), 1) + cause.code, COLOURS[cause.severity]
     is_first = number == 1
     most = detail.first if is_first else detail.others
     yield from writer.field("found", cause.evidence, most)
     if is_first and cause.symptoms:
         yield from writer.field("so", ", ".join(dict.fromkeys(one.kind for one in cause.symptoms)), 1)
-    yield from writer.field("do first" if is_first else "do", cause.fix, most)
+    alone = is_first or detail.tried > 1  # a gain has its own line
+    effect = "" if alone else _describe_effect(report, cause)
+    yield from writer.field("do first" if is_first else "do", cause.fix.rstrip(".") + (effect or "."), most)
+    for at, gain in enumerate(describe_gain(report, cause)[: detail.tried if is_first else 1] if alone else ()):
+        yield from writer.field("gain" if at == 0 else "", gain, 1)
     if is_first:
-        for at, tried in enumerate(describe_tries(report, cause.finding.what_if)[: detail.tried]):
-            yield from writer.field("gain" if at == 0 else "", tried, 1)
         yield from writer.field("sure", describe_proof(cause), detail.sure)
 
 
@@ -156,39 +170,40 @@ def describe_proof(cause: Cause) -> str:
     return "" if rule is None else rule.proves
 
 
-def describe_place(report: Report, cause: Cause) -> str:
+def describe_place(report: Report, finding: Finding) -> str:
     """`layers 12–23, all heads`, `layer 5, head 0`, `the whole model`."""
-    if cause.scope == MODEL or not cause.finding.places:
-        return cause.layer or "the whole model"
-    layers = sorted({index for index, _ in cause.finding.places})
+    if finding.scope == MODEL or not finding.places:
+        return finding.layer or "the whole model"
+    layers = sorted({index for index, _ in finding.places})
     where = f"layer{'s' * (len(layers) > 1)} {fold_numbers(layers)}"
     known = {(head.index, head.head) for head in report.heads if head.index in layers}
-    heads = {head for _, head in cause.finding.places}
-    if known <= set(cause.finding.places):
+    heads = sorted({head for _, head in finding.places})
+    if known <= set(finding.places):
         return f"{where}, all heads"
-    return f"{where}, {f'head {heads.pop()}' if len(heads) == 1 else f'{len(cause.finding.places)} heads'}"
-
-
-def fold_numbers(numbers: Sequence[int]) -> str:
-    """Ascending numbers with runs folded.
-
-    >>> from regard.health.report.screen import fold_numbers
-    >>> fold_numbers([0, 1, 2, 5, 7, 8])
-    '0–2, 5, 7–8'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+    if len(heads) * len(layers) != len(finding.places) or len(heads) > NAMED:
+        return f"{where}, {len(finding.places)} heads"
+    return f"{where}, head{'s' * (len(heads) > 1)} {fold_numbers(heads)}"
 
 
 def describe_tries(report: Report, names: Sequence[str]) -> list[str]:
     """`qk_norm: loss 6.06 → 6.08, Δ +0.02 [−0.01, 0.05] (no difference)` of each change that was tried."""
     tried = {} if report.checks is None else report.checks.what_if
     return [f"{name}: {tried[name]}" for name in names if name in tried]
+
+
+def describe_gain(report: Report, cause: Cause) -> list[str]:
+    """What the changes that may mend a cause did to the loss, or why that is not known."""
+    names = cause.finding.what_if
+    if names:
+        return describe_tries(report, names) or [f"not tried; --what-if {names[0]} tells"]
+    return ["unknown until it is mended: no change of the scores tries this out"]
+
+
+def _describe_effect(report: Report, cause: Cause) -> str:
+    """` (scale=sqrt helps: loss −0.016)` of the first change that was tried, empty if none was."""
+    tried = {} if report.checks is None else report.checks.what_if
+    names = [name for name in cause.finding.what_if if name in tried]
+    return f" ({names[0]}: {tried[names[0]].word}, Δ {tried[names[0]].change:+.2g})".replace("-", "−") if names else ""
 
 
 @dataclass
@@ -242,7 +257,7 @@ def make_rows(report: Report, causes: Sequence[Cause], most: int) -> list[Row]:
 def _draw_map(report: Report, causes: Sequence[Cause], most: int) -> Iterator[Line]:
     rows = make_rows(report, causes, most)
     width = max(5, *(len(_fold_marks(row.marks)) for row in rows))
-    yield f"{'layer':>7}  {'heads':<{width}}  entropy  max logit", "dim"
+    yield f"{'layer':>7}  {'heads':<{width}}  entropy  largest logit", "dim"
     starts = {
         min(index for index, _ in cause.finding.places): number
         for number, cause in reversed(list(enumerate(causes, 1)))
@@ -250,7 +265,7 @@ def _draw_map(report: Report, causes: Sequence[Cause], most: int) -> Iterator[Li
     }
     for row in rows:
         entropy = _mean(row.entropy)
-        numbers = f"{'–' if entropy != entropy else f'{entropy:.2f}':>7}  {_number(row.largest):>9}"
+        numbers = f"{'–' if entropy != entropy else f'{entropy:.2f}':>7}  {_number(row.largest):>13}"
         first = [str(starts[index]) for index in row.indices if index in starts]
         note = f"   ← {', '.join(first)} starts here" if first else ""
         yield f"{fold_numbers(row.indices):>7}  {_fold_marks(row.marks):<{width}}  {numbers}{note}", ""
@@ -265,32 +280,35 @@ def _fold_marks(marks: str) -> str:
 
 
 def _foot(
-    writer: Writer, report: Report, causes: Sequence[Cause], shown: Sequence[Cause], page: str, most: int
+    writer: Writer, report: Report, causes: Sequence[Cause], shown: Sequence[Cause], page: str, detail: Detail
 ) -> Iterator[Line]:
     """What is left out here: more causes and notes, other changes, what was not checked, where the rest is."""
     more = len([cause for cause in causes if cause.severity != "note"]) - len(shown)
     notes = len([cause for cause in causes if cause.severity == "note" and cause not in shown])
     left = [count_noun(more, "more cause")] * (more > 0) + [count_noun(notes, "note")] * (notes > 0)
-    known = {name for cause in shown[:1] for name in cause.finding.what_if}
+    known = {name for cause in shown for name in cause.finding.what_if}
     lines = [("also", f"{', '.join(left)}: -v lists them")] if left else []
-    lines += [("what if", text) for text in describe_tries(report, [x for x in report.what_if if x not in known])[:2]]
+    others = describe_tries(report, [name for name in report.what_if if name not in known])
+    lines += [("what if", text) for text in others[: detail.tried]]
     for layer, reason in report.unmeasured[:1]:
         rest = f"; and {count_noun(len(report.unmeasured) - 1, 'more layer')}" if len(report.unmeasured) > 1 else ""
         lines.append(("unread", f"{layer or 'the model itself'}: {reason}{rest}"))
     for name, text in lines:
         yield from writer.field(name, text, 1, indent=0)
-    yield from writer.field("skipped", describe_skipped(report), most, indent=0)
+    yield from writer.field("skipped", describe_skipped(report, detail.skipped > 1), detail.skipped, indent=0)
     if page:
         yield f"{'page':<{writer.LABEL}}{page}", ""
 
 
-def describe_skipped(report: Report) -> str:
+def describe_skipped(report: Report, listed: bool) -> str:
     """How many checks were made, and which were not, those of the gravest rules first."""
     if report.checks is None:
         return "every check but those of the heads' numbers: the model was only measured"
     skipped = [name for name, _ in report.checks.skipped]
     made = f"{count_noun(len(report.checks.done), 'check')} made, {len(skipped)} not"
-    return f"{made} (-v says why): {'; '.join(skipped)}" if skipped else made
+    if not skipped:
+        return made
+    return f"{made} (-v says why): {'; '.join(skipped)}" if listed else f"{made}: -v lists them, with the reasons"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -26,7 +26,7 @@ LEAST_HEADS = 4  # to compare
 
 def summarize(report: Report) -> list[str]:
     """The report in a few sentences."""
-    lines = [*describe_mixers(report), *_describe_predictions(report), _describe_extent(report)]
+    lines = [*describe_mixers(report), *_describe_predictions(report), describe_extent(report)]
     if report.findings:
         lines.append(_describe_findings(report))
     elif report.heads:
@@ -99,7 +99,8 @@ def _compare(loss: LossReading) -> str:
     return f"better than its {better[0]}s and worse than its {worse}"
 
 
-def _describe_extent(report: Report) -> str:
+def describe_extent(report: Report) -> str:
+    """How many heads were measured, on how many rows."""
     if not report.heads:
         return "Nothing was measured."
     layers = {head.index for head in report.heads}

@@ -28,7 +28,7 @@ def show(report: Report, file: TextIO | None = None) -> None:
         signs = _signs_for(writer.file)
         make_table(report, signs).show(writer.file)
         sign = "block" if signs == BLOCKS else "digit"
-        writer.line(f"one {sign} per head, from 0 ({signs[1]}) to 1 ({signs[-1]}); max logit: the layer's largest")
+        writer.line(f"one {sign} per head, from 0 ({signs[1]}) to 1 ({signs[-1]}); largest logit: of the layer")
     for finding in report.findings:
         listed = " ".join(f"{index}·{head}" for index, head in finding.places[:HEADS_LISTED])
         more = f" and {len(finding.heads) - HEADS_LISTED} more" if len(finding.heads) > HEADS_LISTED else ""
@@ -83,7 +83,7 @@ def make_table(report: Report, signs: str = BLOCKS) -> Table:
         largest = format_number(max(logits)) if logits else "–"
         rows.append([str(index), printable(heads[0].layer or ROOT), *cells, largest])
     names = [name.replace("_", " ") for name in COLUMNS]
-    return Table(["", "layer", *names, "max logit"], rows, numbers=["", "max logit"])
+    return Table(["", "layer", *names, "largest logit"], rows, numbers=["", "largest logit"])
 
 
 def average(heads: Iterable[HeadReading], name: str) -> str:

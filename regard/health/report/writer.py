@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 WIDTH = 80  # where the file is no terminal
@@ -20,6 +20,22 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def fold_numbers(numbers: Sequence[int]) -> str:
+    """Ascending numbers with runs folded.
+
+    >>> from regard.health.report.writer import fold_numbers
+    >>> fold_numbers([0, 1, 2, 5, 7, 8])
+    '0–2, 5, 7–8'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
 class Writer:
     """Prints lines of text to a file, standard output if None, and counts them."""
 
@@ -28,12 +44,12 @@ class Writer:
     def __init__(self, file: TextIO | None = None) -> None:
         self.file = sys.stdout if file is None else file
         self.is_terminal = self.file.isatty()
-        self.width = WIDTH
+        self.width, self.height = WIDTH, 0
         if self.is_terminal:
             from rich.console import Console
 
             self._console = Console(file=self.file, highlight=False, markup=False, emoji=False, soft_wrap=True)
-            self.width = max(min(self._console.width, 100), 60)
+            self.width, self.height = max(min(self._console.width, 100), 60), self._console.height
         self.lines = 0
 
     def line(self, text: str = "", style: str = "", most: int = 0, hanging: int = 2) -> None:
@@ -70,10 +86,10 @@ class Writer:
             return lines
         cut = textwrap.wrap(text[start:].strip(), max_lines=most, placeholder=" …", **options)
         kept = " ".join([cut[0][start:], *(line.strip() for line in cut[1:])])
-        clause = max(kept.rfind(mark) for mark in (". ", "; "))
+        clause = max(kept.rfind(mark) for mark in (". ", "; ", " ("))
         if clause * 2 < len(kept):
             return cut
-        return textwrap.wrap(f"{kept[: clause + 1].rstrip(';')} …", **options)
+        return textwrap.wrap(f"{kept[: clause + 1].rstrip('; ')} …", **options)
 
     def _encodable(self, text: str) -> str:
         """The text, with ? for what the file's encoding lacks."""

@@ -18,7 +18,7 @@
   };
 
   const state = { statistic: 0, layer: 0, head: 0 };
-  const size = Math.max(7, Math.min(26, Math.floor(300 / Math.max(...widths)))), high = Math.max(8, Math.min(size, Math.floor(520 / widths.length)));
+  const size = Math.max(7, Math.min(26, Math.floor(170 / Math.max(...widths)))), high = Math.max(8, Math.min(size, Math.floor(420 / widths.length)));
   const build = (id, label) => buildMap(
     { parent: byId(id), label: `${label}: layer by head map`, layers: data.layers, widths, size, high, left: 26, top: 0 }, state, (where) => choose(where)).cells;
   const maps = [build("map-a", "A"), build("map-b", "B"), build("map-change", "B minus A")];
@@ -85,7 +85,7 @@
     if (layer !== undefined) go(Number(layer), Number(head));
   };
   addEventListener("hashchange", follow);
-  choose({});
+  choose({ layer: rowOf.get(data.first) ?? 0 });
   follow();
   document.body.dataset.ready = "true";
 })();

@@ -3,36 +3,52 @@
 from collections.abc import Sequence
 from typing import Any
 
-from regard.health.report.comparison import Comparison, FindingChange, describe_gaps, describe_name
-from regard.health.report.glossary import FINDINGS, link, make_glossary
+from regard.health.report.comparison import (
+    UNSURE,
+    Comparison,
+    FindingChange,
+    describe_gaps,
+    describe_name,
+    describe_places,
+)  # fmt: skip
+from regard.health.report.glossary import FINDINGS, link, link_words, make_glossary
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import KEYS, describe_statistics, list_layers, list_numbers
-from regard.health.report.page.problems import make_chips
 from regard.table import Table
 
+TONES = {"same": "clean", "better": "clean", "worse": "critical", "different": "warning"}
 LIMIT = 2_500_000  # bytes of the packed numbers
 DETAILS = ((KEYS, 5), (KEYS, 3), (KEYS[:1], 3))  # which numbers of a statistic, to how many digits
 
 
 def render(comparison: Comparison, heads: int) -> str:
-    """The HTML of a comparison, with so many of the most changed heads."""
+    """The HTML of a comparison, with so many of the most changed heads: the verdict, what changed, maps, details."""
     a, b = comparison.a, comparison.b
     first, second = comparison.names
+    word, sentence = comparison.verdict
     header = f"""<header>
 <p class="brand">regard · two attention reports</p>
-<h1>{escape(first)} <span class="versus">and</span> {escape(second)}</h1>
-<div class="summary">{_describe_side("A", first, a)}{_describe_side("B", second, b)}</div>
+<h1>{escape(first)} <span class="versus">and</span> {escape(second)} <span class="pill {TONES[word]}">{word}</span></h1>
+<div class="summary"><p><b>{link_words(sentence)}</b></p>
+{_describe_side("A", first, a)}{_describe_side("B", second, b)}{_tail(comparison)}</div>
 </header>"""
-    body = [header, _changes(comparison), *map(_table, comparison.tables(heads))]
-    if a["heads"] or b["heads"]:
-        body.append(MAPS)
-    body.append(make_glossary())
+    body = [header, f'<div class="first">{_changes(comparison)}{MAPS if a["heads"] or b["heads"] else ""}</div>']
+    body += [HEAD] if a["heads"] or b["heads"] else []
+    body += [*map(_table, comparison.tables(heads)), make_glossary()]
     for keys, digits in DETAILS:
-        numbers = pack(make_payload(a, b, keys, digits))
+        numbers = pack(dict(make_payload(a, b, keys, digits), first=comparison.first_layer))
         if len(numbers) <= LIMIT:
             break
     title = f"{first} and {second}"
     return make_document(title=title, scripts=("compare.js",), body="\n".join(body), numbers=numbers)
+
+
+def _tail(comparison: Comparison) -> str:
+    """The first difference, what to do first, and what was not compared."""
+    first = comparison.first_step
+    lines = [line for line in comparison.summary() if line.startswith(("First difference", "No statistic"))]
+    step = f"<p>{link_words(first)}</p>" if first else ""
+    return f'<p>{escape(lines[0])}</p>{step}<p class="meaning">{UNSURE}</p>'
 
 
 def _describe_side(letter: str, name: str, report: dict[str, Any]) -> str:
@@ -42,31 +58,35 @@ def _describe_side(letter: str, name: str, report: dict[str, Any]) -> str:
 
 
 def _changes(comparison: Comparison) -> str:
-    """What is new, resolved and changed in B, each kind with its heads, and the first layer that differs."""
+    """What is new, resolved and changed in B, each kind with its heads."""
     groups = (
         ("New in B", comparison.new, comparison.b),
         ("Resolved in B", comparison.resolved, comparison.a),
         ("Changed", comparison.changed, comparison.b),
     )
-    parts = []
+    parts, empty = [], []
     for title, changes, report in groups:
         severity = {one["kind"]: one.get("severity", "note") for one in reversed(report["findings"])}
         cards = "".join(_card(change, severity.get(change.kind, "note")) for change in changes)
-        parts.append(f"<h3>{title}</h3>{cards}" if cards else f'<p class="none">{title}: nothing.</p>')
-    return f"""<section id="changes"><h2>What changed from A to B</h2>{"".join(parts)}
-<p>{escape(comparison.summary()[-1])}</p></section>"""
+        parts.append(f"<h3>{title}</h3>{cards}" if cards else "")
+        empty += [] if cards else [title]
+    none = f'<p class="none">{", ".join(empty)}: nothing.</p>' if empty else ""
+    return f"""<section id="changes"><h2>Findings that changed</h2>{"".join(parts)}{none}</section>"""
 
 
 def _card(change: FindingChange, severity: str) -> str:
-    sides = (("in B only", change.appeared), ("in A only", change.gone))
-    rows = "".join(
-        f'<p class="chips"><span class="label">{words}, since layer {places[0][0]}</span>{make_chips(places)}</p>'
-        for words, places in sides
-        if places
-    )
+    sides = (("In B only", change.appeared), ("In A only", change.gone))
+    rows = "".join(f"<p>{side}: {_place(places)}</p>" for side, places in sides if places)
     return f"""<article class="card {severity}">
 <h3>{link(change.kind)} <span class="pill {severity}">{severity}</span></h3>
 <p>{escape(FINDINGS.get(change.kind, ""))}</p>{rows}</article>"""
+
+
+def _place(places: Sequence[tuple[int, int]]) -> str:
+    """The heads in words, as a button that chooses the first of them."""
+    index, head = places[0]
+    text = escape(describe_places(places))
+    return f'<button type="button" class="chip" data-layer="{index}" data-head="{head}">{text}</button>'
 
 
 def make_payload(a: dict[str, Any], b: dict[str, Any], keys: Sequence[str], digits: int) -> dict[str, Any]:
@@ -91,25 +111,27 @@ def _table(table: Table) -> str:
         f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
         for first, *rest in table.rows
     )
-    return f"""<section><h2>{escape(table.title)}</h2>
-<div class="scroll"><table{aligned}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>
-</section>"""
+    title = f"{table.title[:1].upper()}{table.title[1:]}"
+    return f"""<section><details class="about"><summary>{escape(title)}</summary>
+<div class="scroll" tabindex="0"><table{aligned}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>
+</details></section>"""
 
 
-MAPS = """<section id="maps"><h2>Layer × head</h2>
+MAPS = """<section id="maps"><h2>Every layer and head</h2>
 <div class="controls"><label>Statistic <select id="statistic"></select></label></div>
 <p id="meaning" class="meaning"></p>
 <div class="trio">
 <figure><figcaption>A</figcaption><div id="map-a" class="map"></div>
-<div id="scale-a" class="scale" aria-hidden="true"></div></figure>
+<div id="scale-a" class="scale"></div></figure>
 <figure><figcaption>B</figcaption><div id="map-b" class="map"></div>
-<div id="scale-b" class="scale" aria-hidden="true"></div></figure>
+<div id="scale-b" class="scale"></div></figure>
 <figure><figcaption>B − A</figcaption><div id="map-change" class="map"></div>
-<div id="scale-change" class="scale" aria-hidden="true"></div></figure>
+<div id="scale-change" class="scale"></div></figure>
 </div>
-<h2><a id="chosen" href="#maps">A head</a></h2>
-<div class="scroll"><table id="numbers-table">
-<caption class="hidden">The chosen head in both reports</caption>
-</table></div>
 <noscript><p>The maps need JavaScript; the numbers are in the two JSON files.</p></noscript>
 </section>"""
+HEAD = """<section><h2><a id="chosen" href="#maps">A head</a></h2>
+<details class="about" id="numbers-of-head"><summary>Its numbers in A and B</summary>
+<div class="scroll" tabindex="0"><table id="numbers-table">
+<caption class="hidden">The chosen head in both reports</caption>
+</table></div></details></section>"""

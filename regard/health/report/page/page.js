@@ -2,7 +2,7 @@
   const data = await unpack(byId("numbers").textContent);
   if (!data.layers.length) { document.body.dataset.ready = "true"; return; }
   const KEYS = ["mean", "std", "min", "q05", "q50", "q95", "max"];
-  const state = { statistic: 0, treatment: 0, layer: 0, head: 0 };
+  const state = { statistic: 0, treatment: 0, layer: 0, head: 0, kind: null };  // kind: the cause whose heads alone are marked
   const name = (statistic) => data.statistics[statistic].replaceAll("_", " ");
 
   const flagged = data.treatments.map((treatment) => new Map(treatment.flagged.map(([layer, head, severity, kinds]) => [`${layer} ${head}`, { severity, kinds }])));
@@ -19,18 +19,29 @@
 
   const fill = (select, items) => items.forEach((text, value) => { make("option", select, text).value = value; });
   fill(byId("statistic"), data.statistics.map((_, s) => name(s)));
-  fill(byId("treatment"), data.treatments.map((t) => t.name));
+  data.treatments.forEach((treatment, at) => {
+    const label = make("label", byId("treatment")), radio = make("input", label);
+    Object.assign(radio, { type: "radio", name: "treatment", value: at });
+    label.append(at ? `if ${treatment.name}` : treatment.name);
+    radio.addEventListener("change", () => choose({ treatment: at }));
+  });
+  byId("treatment").hidden = data.treatments.length < 2;
   fill(byId("layer"), data.layers.map((layer) => `${layer.index} ${layer.name}`));
-  for (const key of ["statistic", "treatment", "layer", "head"]) {
+  for (const key of ["statistic", "layer", "head"]) {
     byId(key).addEventListener("change", (event) => choose({ [key]: Number(event.target.value) }));
   }
 
   // every layer fits into the window: rows get lower as there are more of them
-  const size = Math.max(12, Math.min(46, Math.floor((document.querySelector(".first") ? 560 : 900) / widest))), high = Math.max(10, Math.min(size, Math.floor(430 / data.layers.length))), left = 34, top = 20;
+  const size = Math.max(12, Math.min(46, Math.floor((document.querySelector(".first") ? 560 : 900) / widest))), left = 34, top = 20;
+  const high = Math.max(9, Math.min(size, Math.floor((widest * size > 280 ? 300 : 430) / data.layers.length)));
+  byId("map").parentElement.style.width = `${Math.max(left + widest * size + 4, 240)}px`;
   const rings = new Map();
   const { svg, cells } = buildMap({ parent: byId("map"), label: "Layer by head map", layers: data.layers, widths, size, high, left, top }, state, (where) => choose(where));
   cells.forEach((row, r) => row.forEach((cell, head) => {
-    rings.set(cell, draw("circle", { cx: left + (head + 0.5) * size, cy: top + (r + 0.5) * high, r: Math.max(2.4, Math.min(size, high) / 5), class: "ring" }, svg));
+    const centre = { x: left + (head + 0.5) * size, y: top + (r + 0.5) * high }, radius = Math.max(2.4, Math.min(size, high) / 3.4);
+    const circle = draw("circle", { cx: centre.x, cy: centre.y, r: radius, class: "ring" }, svg);
+    const number = radius < 4.5 ? null : draw("text", { x: centre.x, y: centre.y + 3.2, "text-anchor": "middle", class: "number" }, svg);
+    rings.set(cell, { circle, number });
   }));
   for (let head = 0; head < widest; head += widest > 24 ? 8 : widest > 12 ? 4 : 1) {
     draw("text", { x: left + (head + 0.5) * size, y: top - 6, "text-anchor": "middle" }, svg, head);
@@ -62,6 +73,7 @@
     brush.strokeRect(state.head * unit, state.layer * unit, unit, unit);
   };
 
+  const numberOf = (kinds) => data.causes.findIndex((kind) => kinds.includes(kind)) + 1 || "";
   const paintMap = () => {
     const s = state.statistic, range = rangeNow(s);
     data.layers.forEach((layer, row) => cells[row].forEach((cell, head) => {
@@ -69,17 +81,21 @@
       const value = one ? one.numbers[s][0] : null;
       const t = place(value, range);
       cell.setAttribute("fill", colour(t));
-      const mark = flagged[state.treatment].get(`${layer.index} ${head}`);
-      rings.get(cell).setAttribute("class", mark ? `ring ${mark.severity}${t > LIGHT ? " on-light" : ""}` : "ring none");
+      const found = flagged[state.treatment].get(`${layer.index} ${head}`);
+      const mark = found && (!state.kind || found.kinds.includes(state.kind)) ? found : null;
+      const { circle, number } = rings.get(cell);
+      circle.setAttribute("class", mark ? `ring ${mark.severity}${t > LIGHT ? " on-light" : ""}` : "ring none");
+      if (number) number.textContent = mark ? numberOf(state.kind ? [state.kind] : mark.kinds) : "";
       cell.classList.toggle("chosen", row === state.layer && head === state.head);
       cell.querySelector("title").textContent = `layer ${layer.index}, head ${head}: ${name(s)} ${show(value)}${mark ? `; ${mark.kinds.join(", ")}` : ""}`;
     }));
     const scale = byId("scale");
     ruler(scale, range, colour);
     const severities = new Set([...flagged[state.treatment].values()].map((mark) => mark.severity));
-    for (const severity of ["critical", "warning", "note"]) if (severities.has(severity)) make("span", scale, `● ${severity}`, `key ${severity}`);
+    for (const severity of ["critical", "warning", "note"]) if (severities.has(severity)) make("span", scale, severity, `key ${severity}`);
     if (!severities.size) make("span", scale, "no head has findings");
-    make("span", scale, "rows: layers, columns: heads");
+    make("span", scale, `rows: layers, columns: heads${severities.size && data.causes.length ? ", numbers: causes" : ""}`);
+    document.querySelectorAll(".place[data-kind]").forEach((button) => button.setAttribute("aria-pressed", button.dataset.kind === state.kind));
     byId("meaning").textContent = data.meaning[s];
   };
 
@@ -156,14 +172,16 @@
       byId("head").replaceChildren();
       fill(byId("head"), Array.from({ length: heads }, (_, head) => head));
     }
-    for (const key of Object.keys(state)) byId(key).value = state[key];
+    for (const key of ["statistic", "layer", "head"]) byId(key).value = state[key];
+    document.querySelectorAll("#treatment input").forEach((radio) => { radio.checked = Number(radio.value) === state.treatment; });
     thumbs.forEach(({ button }, s) => { button.setAttribute("aria-pressed", s === state.statistic); paintThumb(s); });
     paintMap();
     const layer = data.layers[state.layer];
     const one = headOf(state.treatment, state.layer, state.head);
     const before = state.treatment ? headOf(0, state.layer, state.head) : null;
-    const under = state.treatment ? `, with ${data.treatments[state.treatment].name}` : "";
+    const under = state.treatment ? `, if ${data.treatments[state.treatment].name}` : "";
     byId("chosen").textContent = `Layer ${layer.index}, head ${state.head} · ${layer.name}${under}`;
+    byId("chosen-again").textContent = byId("chosen").textContent;
     byId("chosen").href = `#layer-${layer.index}-head-${state.head}`;
     showTokens(layer.index, state.head);
     if (byId("tokens-note")) byId("tokens-note").hidden = !state.treatment;
@@ -180,8 +198,11 @@
   chips.forEach((chip) => { chip.disabled = !reachable.includes(chip); });
   const scrollToHead = () => byId("chosen").scrollIntoView({ behavior: "smooth", block: "start" });
   reachable.forEach((chip) => chip.addEventListener("click", () => {
+    const { kind } = chip.dataset, again = kind && state.kind === kind;
+    if (kind) choose({ kind: again ? null : kind });
+    if (again) return;
     choose({ layer: rowOf.get(Number(chip.dataset.layer)), head: Number(chip.dataset.head) });
-    scrollToHead();
+    if (!kind) scrollToHead();
   }));
 
   // permalinks: #layer-3-head-5 opens that head; the head's title is its link; a word's link opens the glossary

@@ -12,6 +12,7 @@ from regard.health.measure.heads import HeadReading
 from regard.health.measure.histogram import BINS, ROW
 from regard.health.measure.layer_reading import CURVES, LayerReading
 from regard.health.report.glossary import STATISTICS, WORDS
+from regard.health.report.page.causes import list_shown
 from regard.health.report.page.problems import checks_of, first_place
 from regard.health.report.report import Report
 from regard.health.report.summary import ROOT
@@ -89,6 +90,7 @@ def make_payload(report: Report, groups: int, digits: int, changed: bool = True,
             for name, heads in treatments.items()
         ],
         first=first_place(report),
+        causes=[cause.kind for cause in list_shown(report)],
         tokens=report.tokens,
     )
 

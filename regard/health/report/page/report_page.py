@@ -14,10 +14,17 @@ from regard.health.report.glossary import link, link_words, make_glossary
 from regard.health.report.page.causes import make_causes
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
-from regard.health.report.page.problems import checks_of, first_place, make_problems
+from regard.health.report.page.problems import checks_of, make_problems
 from regard.health.report.report import Report
-from regard.health.report.screen import describe_loss
-from regard.health.report.summary import ROOT, count_kinds, count_noun, describe_mixers
+from regard.health.report.screen import UNSURE, count_causes, describe_loss
+from regard.health.report.summary import (
+    ROOT,
+    count_kinds,
+    count_noun,
+    describe_extent,
+    describe_mixers,
+    describe_no_findings,
+)
 from regard.health.report.terminal import average
 from regard.table import format_number
 
@@ -26,6 +33,7 @@ VERDICTS = dict(
     critical="critical findings", warning="warnings", note="notes only", clean="no problem found",
     partly="no problem found where measured", unmeasured="not measured", unjudged="too little data to judge",
 )  # fmt: skip
+GRAVE = ("critical", "warning")
 LIMIT = 2_500_000  # bytes of the packed numbers; beyond it detail is left out, never a head
 PREVIEW = 160  # characters of the text
 LISTED = 200  # unmeasured layers
@@ -56,8 +64,8 @@ def render(report: Report) -> str:
     causes = make_causes(report)
     parts = [
         _header(report), f'<div class="{"first" if causes else "alone"}">{causes}{_map(report, detail)}</div>',
-        _chosen(report, detail), make_problems(report, folded=bool(causes)), _what_if(report, detail), _checked(report),
-        _how(report), make_glossary(),
+        make_problems(report), _chosen(report, detail), _what_if(report), _checked(report), _how(report),
+        make_glossary(),
     ]  # fmt: skip
     title = f"{report.title}: attention report"
     return make_document(title=title, scripts=("tokens.js", "page.js"), body="\n".join(parts), numbers=numbers)
@@ -77,34 +85,39 @@ def _pack_numbers(report: Report) -> tuple[str, Detail]:
 
 
 def _header(report: Report) -> str:
-    lines = "".join(f"<p>{link_words(line)}</p>" for line in report.summary())
+    """The verdict, the loss with its interval, and how much was checked."""
     verdict = report.findings[0].severity if report.findings else _verdict_without_findings(report)
     stop = f'<p class="stop" role="alert">Incomplete: {escape(report.interrupted)}</p>' if report.interrupted else ""
-    first = first_place(report)
-    where = "" if first is None else f"layer-{first[0]}-head-{first[1]}"
-    look = f'<p>Look first at <a href="#{where}">layer {first[0]}, head {first[1]}</a>.</p>' if first else ""
-    loss = f"<p>{escape(text[:1].upper() + text[1:])}.</p>" if (text := describe_loss(report)) else ""
-    said = "".join(f"<p><b>{escape(line)}</b></p>" for line in describe_mixers(report))
+    loss = describe_loss(report)
+    said = f"{count_causes(report)}." if verdict in GRAVE else describe_no_findings(report)
+    said += f" {loss[:1].upper()}{loss[1:]}." if loss else ""
+    said = "".join(f"<p>{link_words(line)}</p>" for line in [*describe_mixers(report), said])
     return f"""<header>
 <p class="brand">regard · attention report</p>
 <h1>{escape(report.title)} <span class="pill {verdict}">{VERDICTS[verdict]}</span></h1>
-{stop}<div class="summary">{said}{loss}</div>
-<details class="about"><summary>What was measured</summary>
-{_describe_text(report)}<div class="summary">{lines}{look}</div></details>
+{stop}<div class="summary">{said}<p>{_describe_extent(report)}</p></div>
 </header>"""
 
 
+def _describe_extent(report: Report) -> str:
+    """`Checked on the built-in sample: 21 checks made, 24 not`, with a link to the reasons."""
+    source = escape(str(report.how.get("input", "the batches given to regard.examine")))
+    if report.checks is None:
+        return f'Measured on {source}; <a href="#checked">what was not checked</a>.'
+    made, left = len(report.checks.done), len(report.checks.skipped)
+    return f'Measured on {source}. {count_noun(made, "check")} made, <a href="#checked">{left} not: why</a>.'
+
+
 def _describe_text(report: Report) -> str:
-    """Which text was measured, its beginning, and a remark if it is the built-in sample."""
-    source = str(report.how.get("input", "the batches that were passed to regard.examine"))
+    """The beginning of the text, and a remark if it is the built-in sample."""
     tokens = (report.tokens or {}).get("text") or []
     text = ("" if any("␣" in token for token in tokens) else " ").join(tokens)
     text = text.replace("␣", " ").replace(" ##", "").replace("⏎", " ").strip()
-    named = not all(token.startswith("#") for token in tokens)
-    begins = f" It begins: <q>{escape(text[:PREVIEW])}{'…' if len(text) > PREVIEW else ''}</q>" if named else ""
-    sample = "built-in sample" in source
-    remark = " It comes with regard; heads may do other things on your text: pass it with --text." if sample else ""
-    return f'<p class="source">Measured on {escape(source)}.{remark}{begins}</p>'
+    named = bool(text) and not all(token.startswith("#") for token in tokens)
+    begins = f"The text begins: <q>{escape(text[:PREVIEW])}{'…' if len(text) > PREVIEW else ''}</q>" if named else ""
+    sample = "built-in sample" in str(report.how.get("input", ""))
+    remark = "The sample comes with regard; heads may do other things on your text: pass it with --text." * sample
+    return f'<p class="source">{begins} {remark}</p>'
 
 
 def _verdict_without_findings(report: Report) -> str:
@@ -116,36 +129,38 @@ def _verdict_without_findings(report: Report) -> str:
 
 
 def _map(report: Report, detail: Detail) -> str:
-    """The right of the first screen: a map of layers and heads, with what it shows."""
+    """The right of the first screen: a map of layers and heads, and what the chosen head looks at."""
     if not report.heads:
         return ""
     omitted = ", ".join(detail.omissions())
     why = "The JSON file has no" if report.is_loaded and detail == DETAILS[1] else "Left out, for size:"
     note = f'<p class="meaning">{why} {omitted}.</p>' if omitted else ""
     return f"""<section id="explorer"><h2>Every layer and head</h2>
-<div class="controls">
-<label>Statistic <select id="statistic"></select></label>
-<label>What if <select id="treatment"></select></label>
-<label>Layer <select id="layer"></select></label>
-<label>Head <select id="head"></select></label>
-</div>
+<div class="controls"><label>Statistic <select id="statistic"></select></label>
+<fieldset id="treatment" class="switch"><legend>Scores</legend></fieldset></div>
 <p id="meaning" class="meaning"></p>
-<div id="map" class="map"></div>
-<div id="scale" class="scale" aria-hidden="true"></div>{note}
+<div class="beside"><div><div id="map" class="map"></div>
+<div id="scale" class="scale"></div>{note}</div>
+<div class="grow"><h3><a id="chosen" href="#explorer">A head</a></h3>
+<div class="controls"><label>Layer <select id="layer"></select></label>
+<label>Head <select id="head"></select></label></div>{_tokens(report)}</div></div>
+<noscript><p>The maps need JavaScript; the numbers are in the JSON form of this report.</p></noscript>
 </section>"""
 
 
 def _chosen(report: Report, detail: Detail) -> str:
-    """The chosen head: its tokens, distributions and numbers, and every statistic as a small map."""
+    """More of the chosen head: its largest weights, distributions and numbers, and every statistic as a small map."""
     if not report.heads:
         return ""
-    return f"""<section id="head-section"><h2><a id="chosen" href="#explorer">A head</a></h2>
-{_tokens(report)}{CHARTS if detail.groups else ""}<div class="scroll"><table id="numbers-table">
+    weights = report.tokens is not None and "reason" not in report.tokens
+    return f"""<section id="head-section"><h2 id="chosen-again">The chosen head</h2>
+<div class="trio">{WEIGHTS if weights else ""}{CHARTS if detail.groups else ""}</div>
+<details class="about" id="numbers-of-head"><summary>Its numbers</summary>
+<div class="scroll" tabindex="0"><table id="numbers-table">
 <caption class="hidden">Every statistic of the chosen head</caption>
-</table></div>
+</table></div></details>
 <details class="about" id="maps"><summary>Every statistic as a small map</summary>
 <div id="gallery" class="gallery"></div></details>
-<noscript><p>The maps need JavaScript; the numbers are in the JSON form of this report.</p></noscript>
 </section>"""
 
 
@@ -154,27 +169,21 @@ def _tokens(report: Report) -> str:
     if report.tokens is None or "reason" in report.tokens:
         why = (report.tokens or {}).get("reason", "the batches do not hold token ids")
         return f'<p class="none">No tokens to show: {escape(why)}.</p>'
-    return """<div id="tokens">
-<p id="head-kind"></p><p id="tokens-note" class="meaning" hidden>These weights are as measured, without the change.</p>
-<div class="pair"><figure><figcaption>The text. Colour: how much weight a token receives from this head. Choose a token
-to see what it looks at.</figcaption><div id="passage" class="passage"></div>
-<p id="top-keys" class="meaning"></p></figure>
-<figure><figcaption id="map-title"></figcaption><canvas id="weights" class="weights" role="img"></canvas></figure></div>
-</div>
-"""
+    return """<div id="tokens"><p id="head-kind"></p>
+<p id="tokens-note" class="meaning" hidden>These weights are as measured, without the change.</p>
+<p class="meaning">Colour: weight that a token receives. Choose one to see what it looks at.</p>
+<div id="passage" class="passage"></div><p id="top-keys" class="meaning" aria-live="polite"></p></div>"""
 
 
-CHARTS = """<div class="pair">
-<figure><figcaption id="histogram-title"></figcaption><div id="histogram"></div></figure>
-<figure><figcaption id="curve-title"></figcaption><div id="curve"></div></figure>
-</div>
-"""
+WEIGHTS = """<figure><figcaption id="map-title"></figcaption>
+<canvas id="weights" class="weights" role="img" aria-label="The largest weights"></canvas></figure>"""
+CHARTS = """<figure><figcaption id="histogram-title"></figcaption><div id="histogram"></div></figure>
+<figure><figcaption id="curve-title"></figcaption><div id="curve"></div></figure>"""
 
 
-def _what_if(report: Report, detail: Detail) -> str:
+def _what_if(report: Report) -> str:
     if not report.what_if:
         return ""
-    hint = "Choose one under “What if” below to see it for each head." if detail.changed else ""
     losses = {} if report.checks is None else report.checks.what_if
     own = f"{report.loss.mean:.3g}" if report.loss is not None else "–"
     rows = [_what_if_row("as measured", report.heads, report.findings, [], own)]
@@ -191,9 +200,9 @@ def _what_if(report: Report, detail: Detail) -> str:
     ]
     columns = "".join(f"<th>{link(name.replace('_', ' '))}</th>" for name in SHOWN)
     return f"""<section id="what-if"><h2>What changes would do</h2>
-<p class="meaning">Means over all heads, with the same queries and keys and changed scores, without training. {hint}</p>
-<div class="scroll"><table>
-<thead><tr><th>scores</th>{columns}<th>{link("loss")}</th><th>findings</th></tr></thead>
+<p class="meaning">Means over all heads, with the same queries and keys and changed scores, without training.</p>
+<div class="scroll" tabindex="0"><table>
+<thead><tr><th>scores</th><th class="words">{link("loss")}</th><th class="words">findings</th>{columns}</tr></thead>
 <tbody>{"".join(rows)}</tbody>
 </table></div>
 </section>"""
@@ -209,7 +218,8 @@ def _what_if_row(
         text += f"; {rounding}"
     if refused:
         text += f"; not possible in {count_noun(len(refused), 'layer')}: {refused[0][1]}"
-    return f"<tr><th>{escape(name)}</th>{cells}<td>{escape(loss)}</td><td>{escape(text)}</td></tr>"
+    words = "".join(f'<td class="words">{escape(part)}</td>' for part in (loss, text))
+    return f"<tr><th>{escape(name)}</th>{words}{cells}</tr>"
 
 
 def _checked(report: Report) -> str:
@@ -228,12 +238,18 @@ def _checked(report: Report) -> str:
     few = sum(not head.can_be_judged for head in report.heads)
     if few:
         gaps.append((count_noun(few, "head"), "too few rows or keys to be judged"))
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(reason)}</td></tr>" for name, reason in gaps)
+    grouped: dict[str, list[str]] = {}
+    for name, reason in gaps:
+        grouped.setdefault(reason, []).append(name)
+    rows = "".join(
+        f"<tr><th>{escape('; '.join(names))}</th><td>{escape(why)}</td></tr>" for why, names in grouped.items()
+    )
     return f"""<section id="checked"><h2>What was checked, and what was not</h2>
-<p>Looked for and not found in the measured layers: {", ".join(map(link, passed)) or "nothing"}.</p>{done}
-<h3>Not checked</h3>
-<p class="meaning">A bug that none of these checks knows can pass them all. They see one text, without training.</p>
-<div class="scroll"><table class="text" id="unmeasured">{rows}</table></div></section>"""
+<p>{UNSURE}</p>
+<details class="about"><summary>Passed: {count_noun(len(passed) + len(true), "check")}</summary>
+<p>Looked for and not found in the measured layers: {", ".join(map(link, passed)) or "nothing"}.</p>{done}</details>
+<details class="about" open><summary>Not checked: {len(gaps)}, with the reasons</summary>
+<div class="scroll" tabindex="0"><table class="text" id="unmeasured">{rows}</table></div></details></section>"""
 
 
 def _how(report: Report) -> str:
@@ -242,7 +258,9 @@ def _how(report: Report) -> str:
         for key, value in report.how.items()
         if key != "looked_for"
     )
-    return f'<section id="how"><h2>How it was measured</h2><dl>{rows}</dl></section>'
+    extent = f"<p>{escape(describe_extent(report))}</p>{_describe_text(report)}"
+    return f"""<section id="how"><h2>How it was measured</h2>
+<details class="about"><summary>Text, model, device, precision</summary>{extent}<dl>{rows}</dl></details></section>"""
 
 
 def _plain(value: Any) -> str:

@@ -46,6 +46,7 @@ const makeTokenView = (data) => {
   return (layer, head) => {
     const one = heads.get(`${layer} ${head}`), line = byId("head-kind");
     byId("tokens").classList.toggle("empty", !one);
+    byId("weights").parentElement.hidden = !one;
     line.replaceChildren();
     if (!one) { line.textContent = "This head was not read on the short text."; return; }
     const others = Object.entries(one.scores).sort((a, b) => b[1] - a[1]).slice(0, 3).map(([kind, score]) => `${kind} ${score.toFixed(2)}`);

@@ -33,6 +33,7 @@ def dense_of(name, leaf):
     return total[..., N - M :, None] - total[:, :, None]
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("normalizer", slow_but((*ONE_OF_EACH, "stickbreaking"), normalizers.names()))
 @pytest.mark.parametrize("name", ["alibi", "relative", "forgetting"])
 def test_a_bias_is_its_dense_tensor(name, normalizer):

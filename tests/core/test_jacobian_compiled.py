@@ -8,6 +8,7 @@ import torch
 import regard
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", regard.normalizers.names())
 def test_it_compiles_whole(name):
     torch._dynamo.reset()

@@ -37,6 +37,7 @@ def make_rows(count, n, dtype=torch.float64, seed=0):
     return logits, target
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(("name", "dtype"), with_dtypes(NAMES))
 @pytest.mark.parametrize("n", [1, 7, 130, 5000])
 def test_losses_and_gradients_are_those_of_float64(name, n, dtype):

@@ -65,6 +65,7 @@ GRID = list(
 )
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("backend", [None, "cpu", "reference"])
 @pytest.mark.parametrize("part", range(6))
 def test_the_grid(backend, part):

@@ -43,6 +43,7 @@ def by_definition(layer, x, **options):
     return layer.out_proj(torch.cat(heads, -1))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("normalizer", slow_but((*ONE_OF_EACH, "stickbreaking"), normalizers.names()))
 @pytest.mark.parametrize("kv_heads", [None, 1])
 def test_is_the_papers_definition(normalizer, kv_heads):

@@ -33,6 +33,7 @@ def bound(exact, same_precision, dtype):
     return 2.0 * (same_precision.double() - exact).abs().amax() + 8.0 * eps * exact.abs().amax() + 1e-30
 
 
+@pytest.mark.drawn(30)
 @pytest.mark.parametrize(("name", "dtype"), with_dtypes(NAMES))
 @pytest.mark.parametrize("n", [1, 2, 7, 64, 1000])
 def test_forward_is_the_reference(name, dtype, n):
@@ -45,6 +46,7 @@ def test_forward_is_the_reference(name, dtype, n):
     assert float((ours.double() - exact).abs().max()) <= float(bound(exact, same, dtype))
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(("name", "dtype"), with_dtypes(NAMES))
 def test_backward_is_the_references(name, dtype):
     choice = normalizers.get(name)
@@ -164,6 +166,7 @@ def test_jacobian_and_vjp_are_the_derivative(name, temperature):
     assert torch.allclose(regard.vjp(z, g, name, temperature), torch.einsum("rij,ri->rj", exact, g), atol=1e-9)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", FUSED)
 def test_torch_citizen(name):
     z = torch.randn(4, 9, requires_grad=True)

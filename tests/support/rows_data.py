@@ -10,6 +10,7 @@ from regard import normalizers
 FUSED = [name for name in normalizers.names() if normalizers.get(name).fused]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ONE_OF_EACH = ("softmax", "sigmoid", "entmax15")  # family
+ORDERED = [*ONE_OF_EACH, *(name for name in FUSED if name not in ONE_OF_EACH)]
 QUICK = {torch.bfloat16: ONE_OF_EACH, torch.float16: ONE_OF_EACH[:1]}  # every map in the other dtypes
 
 

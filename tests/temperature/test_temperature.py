@@ -128,6 +128,7 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(out, (q, k, v, *policy.parameters()))
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("size", [1.0, 1e4])
 @pytest.mark.parametrize("normalizer", FUSED)
 def test_temperatures_next_to_zero(normalizer, size):

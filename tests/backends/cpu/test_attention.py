@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from random_problems import close, draw, oracle
-from rows_data import FUSED, ONE_OF_EACH, slow_but
+from rows_data import ORDERED
 
 from regard import normalizers, reference
 from regard._backends.cpu.attention import launch as attention
@@ -27,7 +27,8 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty", empty)
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("name", ORDERED)
 def test_random_options_against_the_oracle(name, poisoned):
     for seed in range(12):
         problem, upstream = draw(name, seed)
@@ -41,7 +42,8 @@ def test_random_options_against_the_oracle(name, poisoned):
             close(getattr(gradients, argument), gradient, 1e-8, f"{name} {seed} d{argument}")
 
 
-@pytest.mark.parametrize("name", slow_but(ONE_OF_EACH, FUSED))
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("name", ORDERED)
 def test_single_precision(name, poisoned):
     for seed in range(6):
         problem, upstream = draw(name, seed, torch.float32, temperature=None)

@@ -66,6 +66,7 @@ def assert_exact(s, choice, dp, p, ds, scale=1.0):
             assert (mine.double() - truth).abs().amax() <= bound
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize(("name", "dtype"), with_dtypes(FUSED))
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (33, 64), (5, 100), (20, 257), (3, 5000)], ids=str)
 def test_forward_and_backward_are_the_reference(name, dtype, shape, monkeypatch):
@@ -78,6 +79,7 @@ def test_forward_and_backward_are_the_reference(name, dtype, shape, monkeypatch)
     assert_exact(s, choice, dp, p, ds)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("name", "dtype"), with_dtypes(FUSED))
 @pytest.mark.parametrize("n", [5, 64, 300])
 def test_a_mask_of_any_strides_removes_entries(name, dtype, n, monkeypatch):

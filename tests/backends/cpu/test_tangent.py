@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("numba")
 from attention_data import Poisoned, make
 from interval_data import make_interval
-from rows_data import FUSED
+from rows_data import ORDERED
 from tangent_data import check_tangent, make_along
 
 from regard._backends.cpu.attention import launch, tangent
@@ -29,12 +29,14 @@ def poisoned(monkeypatch):
         monkeypatch.setattr(module, "torch", Poisoned())
 
 
-@pytest.mark.parametrize("name", [*FUSED, "entmax(alpha=1.25)", "sigmoid(bias=-3)"])
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("name", [*ORDERED, "entmax(alpha=1.25)", "sigmoid(bias=-3)"])
 def test_every_normalizer(name):
     check_tangent(launch, make(1, name, dtype=torch.float64))
     check_tangent(launch, make(2, name, dtype=torch.float64, softcap=2.0, causal=True))
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", ["softmax", "relu", "entmax15"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options))
 def test_options(name, options):

@@ -45,6 +45,7 @@ def poisoned(monkeypatch):
         monkeypatch.setattr(module, name, Watched(getattr(module, name)))
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 8, 11, 13, 14, 16, 19, 24, 27, 29, 32])
 def test_any_options(seed):
     """Every map, and every option beside most of the others; those of these draws that take least time."""
@@ -52,6 +53,7 @@ def test_any_options(seed):
     check_backward(attention, problem, check_forward(attention, problem))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", FUSED)
 def test_every_normalizer_with_statistics(name):
     for options in (dict(h=2, causal=True), dict(mask=True), dict(sharp=10.0, temperature=True)):
@@ -68,6 +70,7 @@ def test_every_kernel_is_launched():
     assert launched == set(KERNELS)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["softmax", "entmax15", "relu"])
 def test_other_types(name, dtype):
@@ -90,6 +93,7 @@ def test_only_the_statistics_asked_for(name):
         check_forward(attention, make(11, name, **SMALL, m=5, n=19, stats=names))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("softcap", [1e4, 1e9, 1e38])
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])
 def test_a_soft_cap_far_above_the_logits_is_none(name, softcap):
@@ -257,6 +261,7 @@ def test_long_sparse_rows_start_from_a_survey(name, dtype):
         check_forward(attention, make(41, name, b=1, h=1, g=1, m=9, n=150, dtype=dtype, sharp=sharp))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", ["entmax15", "sparsemax", "entmax"])
 @pytest.mark.parametrize("options", [dict(causal=True), dict(lengths=True, temperature=True), dict(softcap=2.0)])
 def test_short_rows_keep_their_scores(name, options, monkeypatch):

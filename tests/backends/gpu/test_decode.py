@@ -39,6 +39,7 @@ def small(monkeypatch):
     assert {"forward_split", "forward_merge"} <= launched
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", SPLITTING)
 def test_every_splitting_normalizer_with_statistics(name):
     for options in (dict(), dict(sharp=10.0, temperature=True)):
@@ -46,6 +47,7 @@ def test_every_splitting_normalizer_with_statistics(name):
         check_backward(attention, problem, check_forward(attention, problem))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "options", [dict(lengths=True, b=2), dict(left=9, right=20), dict(causal=True), dict(softcap=2.0, sink=True),
                 dict(strided=True, scale=-0.4), dict(h=6, g=2, m=11), dict(dtype=torch.bfloat16)],

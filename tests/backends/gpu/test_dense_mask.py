@@ -120,6 +120,7 @@ def test_lengths_of_a_mask():
         assert dense_mask.pack_mask(p, bare).holes and not bare.key_lengths.any()
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["softmax", "sigmoid", "entmax15"])
 @pytest.mark.parametrize("has_hole", [False, True])
 def test_one_of_the_two_kernels_computes(name, has_hole):
@@ -142,6 +143,7 @@ def test_one_of_the_two_kernels_computes(name, has_hole):
             assert result.o.isfinite().all() and result.o[0].any()
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("kind", "has_hole"),
     [("a row for each entry", False), ("heads of all entries", False), ("transposed in memory", False),
@@ -154,6 +156,7 @@ def test_softmax(kind, has_hole):
     check_backward(attention, p, check_forward(attention, p))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["softmax1", "sigmoid", "entmax15"])
 @pytest.mark.parametrize(("kind", "has_hole"), [("a row for each entry", False), ("left", True)])
 def test_other_normalizers(name, kind, has_hole):
@@ -162,6 +165,7 @@ def test_other_normalizers(name, kind, has_hole):
     check_backward(attention, p, check_forward(attention, p))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("options", "has_hole"),
     [(dict(causal=True), True), (dict(causal=True), False), (dict(left=40, right=9), True),

@@ -69,6 +69,7 @@ def _check(choice, s, scale, cut, monkeypatch):
         assert not (_far(ds, gradient, slope, 64) & (slope < 1e36)).any()  # beyond, 1/Z overflows
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUSED)
 def test_scores_of_any_size(name, dtype, monkeypatch):
@@ -80,6 +81,7 @@ def test_scores_of_any_size(name, dtype, monkeypatch):
         _check(choice, s, scale, Cut(64, 1, rows=SEVERAL, lanes=16), monkeypatch)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [name for name in FUSED if normalizers.get(name).family == "ratio"])
 def test_rows_that_are_cut(name, dtype, monkeypatch):

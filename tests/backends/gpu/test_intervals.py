@@ -42,6 +42,7 @@ def with_interval(problem, kind, seed=0):
     return dataclasses.replace(problem, interval=make_interval(kind, b, h, m, n, seed))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [*(("softmax", kind) for kind in KINDS), *(("entmax15", kind) for kind in ("documents", "left padding", "cache"))],
@@ -50,11 +51,13 @@ def test_intervals(name, kind):
     check(with_interval(make(1, name, **SMALL | dict(b=2)), kind))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", [name for name in FUSED if name not in ("softmax", "entmax15")])  # those above
 def test_every_normalizer(name):
     check(with_interval(make(2, name, **SMALL), "scattered"))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "options",
     [dict(causal=True), dict(left=4, right=9), dict(lengths=True, b=2), dict(temperature=True, softcap=2.0),
@@ -88,6 +91,7 @@ def test_keys_that_nobody_sees_may_hold_nan():
 ALL_BIASES = "key", "row", "relative"
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "names"),
     [("softmax", ("key",)), ("softmax", ("row",)), ("softmax", ("relative",)), ("softmax", ALL_BIASES),
@@ -102,6 +106,7 @@ def test_biases_that_hide(name):
     check(with_biases(make(7, name, **SMALL | dict(b=2), left=30), 2, ("key", "row", "relative"), hides=True))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "options",
     [dict(temperature=True), dict(softcap=2.0), dict(mask=True), dict(sink=True, lengths=True, b=2), dict(m=1),
@@ -167,6 +172,7 @@ def test_tile_map_of_a_mask(seed):
     check(problem)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("softmax", "padding"), ("softmax", "per head"), ("softmax", "one row"), ("entmax15", "per head"),

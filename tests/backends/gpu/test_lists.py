@@ -112,6 +112,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_lists_give_what_the_oracle_gives(name, options):
     problem = make(1, name, **SMALL | dict(m=40, n=90) | options)

@@ -46,6 +46,7 @@ def check(logits, target, name):
     assert ((ds.double() - gradient).abs().amax(-1) <= weight * upstream.abs()).all()
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

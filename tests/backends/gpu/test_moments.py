@@ -59,6 +59,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
 @pytest.mark.parametrize("sharp", [0.3, 20.0])
 def test_statistics_of_sums(options, sharp):

@@ -79,6 +79,7 @@ def _compare(choice, s, dp, theta=None, mask=None, scale=1.0):
     return p, state, ds
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", CHOICES)
 def test_weights_and_gradient_equal_the_reference(name, cut):
     choice = normalizers.get(name)
@@ -93,6 +94,7 @@ def test_weights_and_gradient_equal_the_reference(name, cut):
         assert (p.double().sum(-1) - 1).abs().max() <= 2e-6
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("cut", AGAIN)
 @pytest.mark.parametrize("name", ["softmax", "softpick", "sigmoid", "entmax15"])
 def test_rows_read_again_or_written_in_steps(name, cut, monkeypatch):
@@ -114,6 +116,7 @@ MASKED = [
 ]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(("name", "dtype"), MASKED)
 def test_dtypes_with_mask_and_scale(name, dtype, monkeypatch):
     choice = normalizers.get(name)
@@ -145,6 +148,7 @@ def test_parameter_per_row(cut):
     _compare(normalizers.get("entmax"), s, dp, theta=theta)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", FUSED)
 def test_nan_and_infinity_stay_in_their_row(name, cut):
     choice = normalizers.get(name)
@@ -158,6 +162,7 @@ def test_nan_and_infinity_stay_in_their_row(name, cut):
     assert (p[5] == p[5, 0]).all()  # ties, to the bit
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", ["sparsemax", "entmax15", "entmax(alpha=1.25)"])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
 def test_threshold_rows_sum_to_one_and_have_exact_zeros(name, size, cut):

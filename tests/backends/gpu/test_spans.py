@@ -95,6 +95,7 @@ class Pointer:
         return Pointer(self.numbers, self.to + step)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("distance", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 def test_tiles_without_masks_are_seen_whole(call, distance, first):
@@ -152,6 +153,8 @@ def test_query_ranges_hold_every_query_that_sees_a_block_of_keys(call):
             assert bool(run) == any(whole) and (run.stop == len(whole) or not run or not whole[run.stop]), (b, block)
 
 
+@pytest.mark.drawn(4)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("banded", [False, True], ids=["whole", "band"])
 def test_dq_of_stored_ds(call, banded):
     """ds that no query sees was never stored: it is NaN, and so are keys that no query sees."""

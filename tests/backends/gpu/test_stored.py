@@ -59,6 +59,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_stored_ds_gives_what_the_oracle_gives(name, options, stored):
     problem = make(1, name, **HALF | options, d=8, e=16)

@@ -30,11 +30,13 @@ def poisoned(monkeypatch):
         monkeypatch.setattr(module, "torch", Poisoned())
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", FUSED)
 def test_every_normalizer(name):
     check_tangent(launch, make(1, name, **SMALL, dtype=torch.float64))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])
 @pytest.mark.parametrize(
     "options",

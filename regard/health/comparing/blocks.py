@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from regard.health.comparing.record import Key, Run
+from regard.health.comparing.record import CALL_PARTS, Key, Run
 
 SHARED = 0.7  # part of the places that two runs of the same code have in common, at least
 
@@ -58,6 +58,16 @@ class Pairing:
     def block_of(self, key: Key) -> int | None:
         """The index of A's block that holds a place; None outside."""
         return next((at for at, name in enumerate(self.blocks[0]) if is_within(key.module, name)), None)
+
+    def counterpart(self, key: Key) -> Key:
+        """B's place for A's; a call's mask and scores are where its output is."""
+        if key in self.places or key.part not in CALL_PARTS:
+            return self.places.get(key, key)
+        return self.places[key._replace(part="attention")]._replace(part=key.part)
+
+    def mirrored(self) -> Pairing:
+        """The same from B's side."""
+        return Pairing({other: key for key, other in self.places.items()}, self.same_code, self.blocks[::-1])
 
     def forced(self, a: Run, everywhere: bool) -> Run:
         """The inputs that B's modules get instead of their own: those of A's blocks, or of every module."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from regard.health.comparing.causes.glue import explain_glue
 from regard.health.comparing.causes.guesses import Pair
 from regard.health.comparing.causes.modules import explain_module
 from regard.health.comparing.causes.queries import explain_inputs, explain_turned
-from regard.health.comparing.causes.trial import Trial
+from regard.health.comparing.causes.trial import Trial, exchange_letters, is_vague
 from regard.health.comparing.record import Key, Run
 from regard.health.models.loading import describe_error
 
@@ -58,16 +58,37 @@ class Case:
     def budget(self, key: Key) -> float:
         return self.budgets.get(key, 0.0)
 
+    def mirrored(self) -> Case:
+        """The same with A and B exchanged."""
+        there = self.pairing.counterpart
+        changes, budgets = ({there(key): x for key, x in one.items()} for one in (self.changes, self.budgets))
+        pairing = self.pairing.mirrored()
+        return replace(
+            self, models=self.models[::-1], a=self.b, b=self.a, pairing=pairing, changes=changes, budgets=budgets
+        )
+
 
 def explain_place(case: Case, key: Key) -> tuple[str, bool, list[str]]:
-    """(the cause, was it found?, what was tried) of the first difference, at `key`."""
-    try:
-        sentence, tried = _find_cause(case, key)
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # where it differs is known
-        sentence, tried = None, [f"an explanation that failed ({describe_error(error)})"]
+    """(the cause, was it found?, what was tried) of the first difference, at `key`.
+
+    What takes A's tensors to B's is tried first, then what takes B's to A's.
+    """
+    sentence, tried = _try_causes(case, key)
+    if is_vague(sentence):
+        other, more = _try_causes(case.mirrored(), case.pairing.counterpart(key))
+        tried += [name for name in more if name not in tried]
+        if other is not None and (sentence is None or not is_vague(other)):
+            sentence = exchange_letters(other)
     if sentence is not None:
         return sentence, True, tried
     return _say_unknown(case, key, tried), False, tried
+
+
+def _try_causes(case: Case, key: Key) -> tuple[str | None, list[str]]:
+    try:
+        return _find_cause(case, key)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # where it differs is known
+        return None, [f"an explanation that failed ({describe_error(error)})"]
 
 
 def _find_cause(case: Case, key: Key) -> tuple[str | None, list[str]]:
@@ -140,10 +161,7 @@ def _explain_point(case: Case, key: Key) -> tuple[str | None, list[str]]:
         ]
         x = case.a.points.get(key._replace(part="in"))
         if x is not None and key.part == "out" and key.module and case.pairing.same_code:
-            kind = type(modules[0])
-            others = {
-                name: one for name, one in case.models[0].named_modules() if type(one) is kind and one is not modules[0]
-            }
+            others = tuple(_list_others(model, one) for model, one in zip(case.models, modules, strict=True))
             explain_module(trial, x, modules[0], modules[1], others)
         elif key.module:
             explain_generally(trial, case.numbers())
@@ -153,6 +171,14 @@ def _explain_point(case: Case, key: Key) -> tuple[str | None, list[str]]:
         explain_turned(trial)
         explain_glue(trial, key, case.a, case.numbers())
     return trial.best, trial.tried
+
+
+def _list_others(model: nn.Module, one: nn.Module) -> dict[str, nn.Module]:
+    """The other modules of a module's class by name, those beside it first."""
+    named = {name: other for name, other in model.named_modules() if type(other) is type(one)}
+    beside = next(name for name, other in named.items() if other is one).rpartition(".")[0]
+    ordered = sorted(named.items(), key=lambda pair: pair[0].rpartition(".")[0] != beside)
+    return {name: other for name, other in ordered if other is not one}
 
 
 def _say_unknown(case: Case, key: Key, tried: list[str]) -> str:

@@ -41,20 +41,22 @@ def sketch(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def choose_tokens(batch: int, length: int, real: np.ndarray | None = None) -> list[tuple[int, int]]:
-    """(sequence, place) of up to eight tokens that are not padding: the last, the first, the middle, … one.
+    """(sequence, place) of up to eight tokens that are not padding: most of the first sequence, the others' last.
 
     A shorter list is a beginning of a longer one.
 
     >>> from regard.health.comparing.sketch import choose_tokens
     >>> choose_tokens(1, 10)[:3]
-    [(0, 9), (0, 0), (0, 5)]
+    [(0, 9), (0, 5), (0, 0)]
     """
-    places: list[list[tuple[int, int]]] = []
+    found: list[list[tuple[int, int]]] = []
     for b in range(min(batch, 4)):
         shown = np.arange(length) if real is None else np.flatnonzero(real[b])
         n = len(shown)
-        wanted = dict.fromkeys(at for at in (n - 1, 0, n // 2, 1, n - 2, n // 4, 3 * n // 4, 2) if 0 <= at < n)
-        places.append([(b, int(shown[at])) for at in wanted])
-    found = [one for same in zip(*places, strict=False) for one in same]
-    found += [one for row in places for one in row if one not in found]
-    return found[:TOKENS]
+        wanted = dict.fromkeys(at for at in (n - 1, n // 2, 0, 1, n // 4, 3 * n // 4, n - 2, 2) if 0 <= at < n)
+        found.append([(b, int(shown[at])) for at in wanted])
+    ends = [row.pop(0) for row in found[1:] if row]
+    first = found[0] if found else []
+    mixed = [one for pair in zip(first[: len(ends)], ends, strict=False) for one in pair]
+    rest = [one for row in (first[len(ends) :], *found[1:]) for one in row]
+    return [*mixed, *ends[len(first) :], *rest][:TOKENS]

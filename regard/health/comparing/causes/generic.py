@@ -82,16 +82,6 @@ def explain_numbers(trial: Trial) -> None:
         _try_orders(trial, a, b)
 
 
-def _say_rows(each: Tensor) -> str:
-    flat = each.flatten()
-    moved = (flat - 1).abs() > 1e-3
-    if float(moved.double().mean()) < 0.9:
-        rows = moved.nonzero().flatten()
-        said = ", ".join(map(str, rows[:4].tolist())) + (", …" if len(rows) > 4 else "")
-        return f"tokens {said} are {_range(flat[rows])} times A's in B, the others are the same."
-    return f"each token is {_range(flat)} times A's in B, as by a norm that is missing or another."
-
-
 def _say_weight(ratio: Tensor) -> str:
     return f"each feature is {_range(ratio)} times A's in B: a norm's weight, with or without 1 added."
 
@@ -120,7 +110,7 @@ def _try_orders(trial: Trial, a: Tensor, b: Tensor) -> None:
         order = torch.cdist(flat_b, flat_a).argmin(1)
         if len(set(order.tolist())) == width:
             trial.explains(
-                "features in another order", a[..., order], f"B's features are A's in another order{_say_order(order)}."
+                "features in another order", a[..., order], f"B's features are A's in another order{say_order(order)}."
             )
     if trial.found == []:
         same = a.flatten().sort().values, b.flatten().sort().values
@@ -130,14 +120,27 @@ def _try_orders(trial: Trial, a: Tensor, b: Tensor) -> None:
             trial.found.append(("it holds A's numbers in other places: a reshape that mixes heads with time.", 0.0))
 
 
-def _say_order(order: Tensor) -> str:
-    width = len(order)
-    at = torch.arange(width)
-    if width % 2 == 0 and torch.equal(order, torch.cat([at[::2], at[1::2]])):
-        return ": halves and interleaved pairs are exchanged"
-    if width % 2 == 0 and torch.equal(order, at.reshape(2, -1).T.flatten()):
-        return ": halves and interleaved pairs are exchanged"
-    for by in (2, 3, 4):
-        if width % by == 0 and torch.equal(order, at.roll(width // by)):
-            return f": parts of a stacked matrix are exchanged ({by} parts)"
-    return f" ({', '.join(map(str, order[:6].tolist()))}, …)"
+def say_order(order: Tensor) -> str:
+    """What an order of rows or features is known as, of all or within each head.
+
+    >>> from regard.health.comparing.causes.generic import say_order
+    >>> say_order(torch.tensor([0, 2, 1, 3, 4, 6, 5, 7]))
+    ': halves and interleaved pairs are exchanged'
+    """
+    count = len(order)
+    for d in (d for d in range(4, count + 1) if count % d == 0):
+        inner, at = order[:d], torch.arange(d)
+        if not torch.equal(order, (torch.arange(0, count, d)[:, None] + inner).flatten()):
+            continue
+        if d % 2 == 0 and any(
+            torch.equal(inner, x) for x in (torch.cat([at[::2], at[1::2]]), at.view(2, -1).T.flatten())
+        ):
+            return ": halves and interleaved pairs are exchanged"
+        for by in (2, 3, 4):
+            if d % by == 0 and any(torch.equal(inner, at.roll(n * d // by)) for n in range(1, by)):
+                return f": parts of a stacked matrix are exchanged ({by} parts)"
+        for heads in range(2, d // 2 + 1):
+            if d % heads == 0 and torch.equal(inner, at.view(heads, -1).T.flatten()):
+                return f": it is read as [{heads}, {d // heads}] in one and as [{d // heads}, {heads}] in the other"
+    moved = int((order != torch.arange(count)).nonzero()[0])
+    return f" (from {moved} on: {', '.join(map(str, order[moved : moved + 6].tolist()))}, …)"

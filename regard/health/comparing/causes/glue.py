@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 
 from regard.health.comparing.causes.generic import explain_generally
@@ -10,7 +12,7 @@ from regard.health.comparing.causes.trial import Trial, fit_factor, name_factor
 from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Run
 
-NEAR = 40  # places before the difference that may be added or left out
+NEAR, NEAREST = 40, 12  # places before the difference that may be added or left out, or one for another
 
 
 def explain_glue(trial: Trial, key: Key, run: Run, numbers: dict[str, float]) -> None:
@@ -22,13 +24,17 @@ def explain_glue(trial: Trial, key: Key, run: Run, numbers: dict[str, float]) ->
     _try_products(trial, key, run)
     if trial.found:
         return
-    gap = b - a
-    for place, x in _before(run, key, a):
-        x = x.double()
+    gap, before = b - a, _before(run, key, a)
+    for place, x in before:
         c = fit_factor(x, gap)
         if abs(c) > 1e-6:
-            trial.explains("what is added", a + c * x, _say_added(place, c, x is a))
+            trial.explains("what is added", a + c * x, _say_added(place, c))
+    if trial.found:
+        return
+    for place, x in before:
         trial.explains("another input", x, f"B passes on {_name(place)} as it is, which A changes.")
+    for (place, x), (other, y) in itertools.permutations(before[:NEAREST], 2):
+        trial.explains("another summand", a + x - y, f"B adds {_name(place)} where A adds {_name(other)}.")
 
 
 def _try_products(trial: Trial, key: Key, run: Run) -> None:
@@ -63,11 +69,11 @@ def _before(run: Run, key: Key, like: Tensor) -> list[tuple[Key, Tensor]]:
         if place == key:
             break
         if place.part in ("in", "out") and x.shape == like.shape and x.is_floating_point():
-            found.append((place, x))
+            found.append((place, x.double()))
     return found[: -NEAR - 1 : -1]
 
 
-def _say_added(place: Key, c: float, itself: bool) -> str:
+def _say_added(place: Key, c: float) -> str:
     if abs(c + 1) < 2e-3:
         return f"B leaves out {_name(place)}, which A adds."
     if abs(c - 1) < 2e-3:

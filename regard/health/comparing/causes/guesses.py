@@ -13,7 +13,8 @@ from torch import Tensor
 
 from regard import normalizers
 from regard.health.comparing.causes.masks import other_masks
-from regard.health.comparing.causes.trial import fit_factor, name_factor, round_through
+from regard.health.comparing.causes.trial import EXACT, fit_factor, name_factor, round_through
+from regard.health.comparing.difference import change
 from regard.health.comparing.scores import Kept
 
 CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)  # soft caps in use
@@ -35,9 +36,14 @@ class Pair:
 
 
 def guess_outputs(pair: Pair) -> Iterator[Guess]:
-    """Every guess in order."""
+    """Every guess in order; those that compute A's call anew only if that gives A's own output."""
     a, target = pair.a, pair.b.output.double()
+    yield from _orders_of_output(a.output.double(), target)
     s = a.scores()
+    if change(a.output, a.weigh(s) @ a.values(), "attention", pair.real) > max(pair.budget, EXACT):
+        yield "what follows from the call", None, ""
+        yield from _factors(a, target)
+        return
     yield from _orders(pair, s, target)
     yield from _scales(pair, s, target)
     yield from _caps(a, s, target)
@@ -50,12 +56,17 @@ def guess_outputs(pair: Pair) -> Iterator[Guess]:
     yield from _factors(a, target)
 
 
-def _orders(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
-    a = pair.a
-    o = a.output.double()
+def _orders_of_output(o: Tensor, target: Tensor) -> Iterator[Guess]:
     order = match_heads(o, target)
     if order is not None:
         yield "heads in another order", o[:, order], f"its heads are A's in the order {order}."
+    b, h, m, e = o.shape
+    said = "B merges the heads without bringing them behind the tokens first: numbers of heads and times are mixed."
+    yield "heads merged without a transpose", o.reshape(b, m, h, e).transpose(1, 2), said
+
+
+def _orders(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
+    a = pair.a
     if pair.b.is_readable and pair.b.shape == a.shape:
         order = match_heads(a.weigh(s), pair.b.weigh())
         if order is not None:
@@ -69,12 +80,6 @@ def _orders(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
         yield what, a.weigh(s) @ v, f"B pairs heads with values in another order: {GROUPS}"
         yield what, a.weigh(tiled) @ v, f"B pairs heads with keys and values in another order: {GROUPS}"
         yield what, a.weigh(tiled) @ a.values(), f"B pairs heads with keys in another order: {GROUPS}"
-    b, h, m, e = o.shape
-    yield (
-        "heads merged without a transpose",
-        o.reshape(b, m, h, e).transpose(1, 2),
-        ("B merges the heads without bringing them behind the tokens first: numbers of heads and times are mixed."),
-    )
 
 
 def _scales(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
@@ -115,17 +120,32 @@ def _sinks(a: Kept) -> Iterator[Guess]:
 def _masks(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
     a, v = pair.a, pair.a.values()
     seen = a.seen()
-    for name, shown in other_masks(seen, pair.real, a.positions):
+    for name, shown in other_masks(seen, pair.real, a.positions, _first_rows(pair, target)):
         if bool((shown == seen).all()) or float(shown.any(-1).double().mean()) < 0.5:
             continue
         o = torch.where(shown.any(-1, keepdim=True), a.weigh(s, shown) @ v, target)  # empty rows tell nothing
         yield "mask", o, f"The masks differ: B's output is that of {name}."
     p = a.weigh(s, torch.ones_like(seen)).masked_fill(~seen, 0.0)
     yield "mask after the softmax", p @ v, "B masks the weights after the softmax, so that rows no longer sum to 1."
-    for name, hidden in (("0", 0.0), ("−1", -1.0), ("1, added,", 1.0)):
-        soft = s.masked_fill(~seen, 0.0) if hidden == 0.0 else s + hidden * ~seen
-        said = f"B gives hidden keys {name} in the place of −∞: they keep their weight."
-        yield "finite masks", a.weigh(soft, torch.ones_like(seen)) @ v, said
+    every, size = torch.ones_like(seen), -float(s.abs().max())
+    put: Callable = lambda c: a.weigh(torch.where(seen, s, c), every) @ v  # noqa: E731
+    added: Callable = lambda c: a.weigh(s + c * ~seen, every) @ v  # noqa: E731
+    for c in (0.0, fit_scalar(put, target, size)):
+        yield "finite masks", put(c), f"B gives hidden keys {c:.4g} in the place of −∞: they keep a weight."
+    for c in (1.0, -1.0, fit_scalar(added, target, size)):
+        said = f"B adds {c:.4g} to the logits of hidden keys in the place of −∞: they keep a weight."
+        yield "finite masks", added(c), said
+
+
+def _first_rows(pair: Pair, target: Tensor) -> list[int]:
+    """The first query that differs: rows before the width of a window are as without one."""
+    if pair.a.positions is not None:  # of a few rows: it may be any between them
+        return []
+    o = pair.a.output.double()
+    wrong = (o - target).norm(dim=-1) > pair.budget * o.norm(dim=-1).clamp_min(1e-6)
+    if pair.real is not None and pair.real.shape == (o.shape[0], o.shape[2]):
+        wrong &= pair.real[:, None]
+    return (wrong.any(1).nonzero()[:, 1].unique()[:1] + pair.a.shape[3] - pair.a.shape[2]).tolist()
 
 
 def _biases(a: Kept) -> Iterator[Guess]:
@@ -176,9 +196,16 @@ def _temperatures(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
         c = float((f.flatten() / law)[several].median()) if bool(several.any()) else 0.0
         said = f"B multiplies the logits of query i by {c:.4g}·{name}: a temperature that follows the position."
         yield "a temperature by position", a.weigh(c * law[:, None] * s) @ v, said
-    reach = f"{float(f[several].min()):.3g} to {float(f[several].max()):.3g}" if bool(several.any()) else "1"
-    said = f"B multiplies each query's logits by a number of its own, {reach}: a temperature that follows the position."
-    yield "a factor per query", a.weigh(f * s) @ v, said
+    rising = f.flatten()[several].diff()
+    if len(rising) > 2 and (bool((rising > -1e-3).all()) or bool((rising < 1e-3).all())):
+        said = (
+            f"from {float(f[several][0]):.3g} to {float(f[several][-1]):.3g}: a temperature that follows the position"
+        )
+        yield (
+            "a factor per query",
+            a.weigh(f * s) @ v,
+            f"B multiplies each query's logits by a number of its own, {said}.",
+        )
 
 
 def _factors(a: Kept, target: Tensor) -> Iterator[Guess]:

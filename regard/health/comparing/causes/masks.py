@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -99,10 +99,12 @@ def _describe_distances(a: Tensor, b: Tensor, differs: Tensor) -> str:
     return f"{hides} hides each query's {which}, which {shows} shows"
 
 
-def other_masks(seen: Tensor, real: Tensor | None, positions: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:
+def other_masks(
+    seen: Tensor, real: Tensor | None, positions: Tensor | None = None, widths: Sequence[int] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """Masks that a port may have made instead of this one, [B, H, M, N], each with its name.
 
-    `positions` are those of the queries among the keys, if they are not the last ones.
+    `positions` are those of the queries among the keys, if they are not the last ones; `widths` are tried as windows.
     """
     queries, keys = seen.shape[-2:]
     rows, columns = torch.arange(queries)[:, None], torch.arange(keys)
@@ -124,9 +126,10 @@ def other_masks(seen: Tensor, real: Tensor | None, positions: Tensor | None = No
         yield "the mask transposed", seen.transpose(-1, -2)
     reach = bottom.expand(seen.shape)[seen]
     most = int(reach.max()) if reach.numel() else 0
-    for width in (most, most + 2, (most + 1) // 2, 2 * (most + 1)):
+    shown = every & allowed & (bottom >= 0)
+    for width in dict.fromkeys((most, most + 2, (most + 1) // 2, 2 * (most + 1), *widths)):
         if 0 < width <= keys:
-            yield (
-                f"a window of {width} keys, where A has {most + 1}",
-                every & allowed & (bottom >= 0) & (bottom < width),
-            )
+            yield f"a window of {width} keys, where A has {most + 1}", shown & (bottom < width)
+    for size in widths:
+        if size > 0 and positions is None:
+            yield f"chunks of {size} keys", shown & (rows // size == columns // size)

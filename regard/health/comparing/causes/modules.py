@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.health.comparing.causes.generic import explain_generally
-from regard.health.comparing.causes.trial import Trial
+from regard.health.comparing.causes.generic import explain_generally, say_order
+from regard.health.comparing.causes.trial import Trial, exchange_letters, fit_factor
 
 ACTIVATIONS = {
     "GELU": F.gelu, "GELU by tanh": lambda x: F.gelu(x, approximate="tanh"), "SiLU": F.silu, "ReLU": F.relu,
@@ -20,13 +20,14 @@ ACTIVATIONS = {
     "leaky ReLU": F.leaky_relu, "ELU": F.elu,
 }  # fmt: skip
 EPSILONS = (1e-12, 1e-8, 1e-6, 1e-5, 1e-3)
+Others = tuple[dict[str, nn.Module], ...]  # of A and of B, modules of the same class by name
 CONSTANTS = (bool, int, float, str)
 
 
-def explain_module(trial: Trial, x: Tensor, a: nn.Module, b: nn.Module, others: dict[str, nn.Module]) -> None:
+def explain_module(trial: Trial, x: Tensor, a: nn.Module, b: nn.Module, others: Others) -> None:
     """Try why B's module gives `trial.b` for the input x, where A's gives `trial.a`.
 
-    `others` are A's modules of the same class, by name: B's weights may be those of another layer.
+    `others` hold the modules whose weights it may have instead, those beside it first.
     """
     _try_weights(trial, x, a, b, others)
     if trial.found:
@@ -37,7 +38,7 @@ def explain_module(trial: Trial, x: Tensor, a: nn.Module, b: nn.Module, others: 
         explain_generally(trial)
 
 
-def _try_weights(trial: Trial, x: Tensor, a: nn.Module, b: nn.Module, others: dict[str, nn.Module]) -> None:
+def _try_weights(trial: Trial, x: Tensor, a: nn.Module, b: nn.Module, others: Others) -> None:
     own, given = (dict(one.named_parameters()) | dict(one.named_buffers()) for one in (a, b))
     missing = [name for name in own if name not in given]
     if missing and set(given) <= set(own):
@@ -57,7 +58,7 @@ def _try_weights(trial: Trial, x: Tensor, a: nn.Module, b: nn.Module, others: di
         shapes = f"{list(own[name].shape)} in A, {list(given[name].shape)} in B"
         trial.explains("weights", _run(b, x, {}), f"{name} has other shapes: {shapes}.")
         return
-    said = "; ".join(_relate(name, own[name], given[name], others) for name in differs[:3])
+    said = "; ".join(_relate(name, (own[name], given[name]), others) for name in differs[:3])
     result = _run(a, x, {name: given[name] for name in differs})
     if trial.explains("weights", result, f"B's weights are other ones: {said}."):
         return
@@ -73,15 +74,25 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a.to(dtype).double().cpu(), b.to(dtype).double().cpu(), rtol=2 * torch.finfo(dtype).eps)
 
 
-def _relate(name: str, a: Tensor, b: Tensor, others: dict[str, nn.Module]) -> str:
-    """How B's weight follows from A's."""
-    a, b = a.detach().double().cpu(), b.detach().double().cpu()
+def _relate(name: str, pair: tuple[Tensor, Tensor], others: tuple[dict[str, nn.Module], ...]) -> str:
+    """How B's weight follows from A's, or A's from B's; `others` are the modules of each."""
+    a, b = (x.detach().double().cpu() for x in pair)
+    if (found := _follow(name, a, b, others[0])) is not None:
+        return found
+    if (found := _follow(name, b, a, others[1])) is not None:
+        return exchange_letters(found)
+    rows = (a - b).reshape(len(a), -1).norm(dim=1) > 1e-3 * a.reshape(len(a), -1).norm(dim=1) if a.ndim else None
+    part = "" if rows is None or bool(rows.all()) else f" in {int(rows.sum())} of {len(rows)} rows"
+    return f"{name} differs{part} by {float((a - b).norm()) / float(a.norm().clamp_min(1e-30)):.2g} of its size"
+
+
+def _follow(name: str, a: Tensor, b: Tensor, others: dict[str, nn.Module]) -> str | None:
     size = float(a.norm()) + 1e-30
     if not bool(b.any()):
         return f"{name} is all zero in B"
     if a.ndim == 2 and a.shape[0] == a.shape[1] and float((a.T - b).norm()) < 1e-3 * size:
         return f"{name} is transposed in B"
-    f = float((a * b).sum()) / size**2
+    f = fit_factor(a, b)
     if float((b - f * a).norm()) < 1e-3 * float(b.norm()):
         return f"{name} is {f:.4g} times A's in B"
     if float((b - a - 1).norm()) < 1e-3 * size or float((b - a + 1).norm()) < 1e-3 * size:
@@ -89,20 +100,36 @@ def _relate(name: str, a: Tensor, b: Tensor, others: dict[str, nn.Module]) -> st
         return f"{name} is A's {sign} 1 in B (some norms store their weight less 1)"
     for other, module in others.items():
         weight = getattr(module, name, None)
-        if isinstance(weight, Tensor) and weight.shape == b.shape and _same(weight, b):
+        if isinstance(weight, Tensor) and weight.shape == b.shape and _same(weight.cpu(), b):
             return f"{name} is that of A's {other}"
-    if a.ndim >= 1 and 1 < len(a) <= 8192:
-        order = torch.cdist(b.reshape(len(b), -1), a.reshape(len(a), -1)).argmin(1)
-        if len(set(order.tolist())) == len(a) and float((a[order] - b).norm()) < 1e-3 * size:
-            moved = (order != torch.arange(len(a))).nonzero().flatten()
-            return f"{name} has A's rows in another order (from row {int(moved[0])} on)"
-    if a.ndim == 2 and 1 < a.shape[1] <= 8192:
-        order = torch.cdist(b.T.contiguous(), a.T.contiguous()).argmin(1)
-        if len(set(order.tolist())) == a.shape[1] and float((a[:, order] - b).norm()) < 1e-3 * size:
-            return f"{name} has A's columns in another order"
-    rows = (a - b).reshape(len(a), -1).norm(dim=1) > 1e-3 * a.reshape(len(a), -1).norm(dim=1) if a.ndim else None
-    part = "" if rows is None or bool(rows.all()) else f" in {int(rows.sum())} of {len(rows)} rows"
-    return f"{name} differs{part} by {float((a - b).norm()) / size:.2g} of its size"
+    for what, x, y in (("rows", a, b), ("columns", a.T, b.T))[: a.ndim]:
+        if 1 < len(x) <= 8192 and (order := _match_rows(x, y)) is not None:
+            return f"{name} has A's {what} in another order{say_order(order)}"
+    return _find_rows(name, a, b, others)
+
+
+def _match_rows(a: Tensor, b: Tensor) -> Tensor | None:
+    order = torch.cdist(b.reshape(len(b), -1), a.reshape(len(a), -1)).argmin(1)
+    alike = len(set(order.tolist())) == len(a) and float((a[order] - b).norm()) < 1e-3 * float(a.norm())
+    return order if alike else None
+
+
+def _find_rows(name: str, a: Tensor, b: Tensor, others: dict[str, nn.Module]) -> str | None:
+    """Are b's rows those of A's modules beside this one?"""
+    pool = {"own": a} | {other: getattr(module, name, None) for other, module in others.items()}
+    given = {
+        other: x.detach().double().cpu() for other, x in pool.items()
+        if isinstance(x, Tensor) and x.ndim == b.ndim and 0 < b.ndim <= 2 and x.shape[1:] == b.shape[1:]
+    }  # fmt: skip
+    if not given or sum(map(len, given.values())) > 2 * 8192:
+        return None
+    rows, wanted = (x.reshape(len(x), -1) for x in (torch.cat(list(given.values())), b))
+    nearest = torch.cdist(wanted, rows).argmin(1)
+    if float((rows[nearest] - wanted).norm()) > 1e-3 * float(wanted.norm()):
+        return None
+    owners = [other for other, x in given.items() for _ in range(len(x))]
+    listed = ", ".join(dict.fromkeys(owners[at] for at in nearest.tolist() if owners[at] != "own"))
+    return f"{name} has rows of A's {listed}: a stacked matrix was taken apart in another order"
 
 
 def _run(module: nn.Module, x: Tensor, changed: dict[str, Tensor]) -> Tensor | None:

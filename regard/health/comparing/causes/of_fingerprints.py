@@ -14,7 +14,7 @@ from regard import normalizers
 from regard.health.comparing.causes.generic import explain_generally
 from regard.health.comparing.causes.guesses import GROUPS, Pair, guess_outputs, match_heads
 from regard.health.comparing.causes.rotary import Rotary, explain_rotation
-from regard.health.comparing.causes.trial import Trial, name_factor
+from regard.health.comparing.causes.trial import Trial, exchange_letters, is_vague, name_factor
 from regard.health.comparing.difference import SAFETY
 from regard.health.comparing.fingerprint import Fingerprint
 from regard.health.comparing.result import list_layers
@@ -73,7 +73,19 @@ def split(name: str) -> tuple[int | None, str]:
 def explain(
     a: Fingerprint, b: Fingerprint, place: str, changes: dict[str, float], wrong: set[str]
 ) -> tuple[str | None, list[str]]:
-    """(the cause or None, what was tried) of the first difference."""
+    """(the cause or None, what was tried) of the first difference: what takes A to B, or else B to A."""
+    sentence, tried = _explain_from(a, b, place, changes, wrong)
+    if is_vague(sentence):
+        other, more = _explain_from(b, a, place, changes, wrong)
+        tried = list(dict.fromkeys([*tried, *more]))
+        if other is not None and (sentence is None or not is_vague(other)):
+            sentence = exchange_letters(other)
+    return sentence, tried
+
+
+def _explain_from(
+    a: Fingerprint, b: Fingerprint, place: str, changes: dict[str, float], wrong: set[str]
+) -> tuple[str | None, list[str]]:
     at, part = split(place)
     part = part.removeprefix("cross.")
     prefix = place.removesuffix(part)
@@ -111,8 +123,12 @@ def explain(
 
 def _linear(x: Tensor) -> Tensor:
     """A sketch [1, T, …, C] without the norm behind its products, as [1, T, …]."""
-    x = x[..., :-1] if x.shape[-1] in (HEAD + 1, HIDDEN + 1, 5) else x
+    x = _without_norm(x)
     return x.flatten(2) if x.ndim > 3 else x
+
+
+def _without_norm(x: Tensor) -> Tensor:
+    return x[..., :-1] if x.shape[-1] in (HEAD + 1, HIDDEN + 1, 5) else x
 
 
 def _try_others(trial: Trial, a: Fingerprint, at: int, place: str) -> None:
@@ -256,9 +272,10 @@ def _explain_output(
     if order is not None:
         return f"its heads are A's in the order {order}: weights sharded, stacked or repeated otherwise.", []
     tried = ["heads in another order"]
-    sampled = [_sampled(one, at, x) for one, x in zip((a, b), pair, strict=True)]
-    if sampled[0] is not None and (target := _target(a, at, pair[1])) is not None:
-        kept, layer = sampled[0], a.layers[at]
+    pair = _without_norm(pair[0]), _without_norm(pair[1])
+    kept, target = _sampled(a, at, pair[0]), _target(a, at, pair[1])
+    if kept is not None and target is not None and (kept.shape[2] > 1 or kept.shape[3] == 1):  # one row fits too much
+        layer = a.layers[at]
         guess = Pair(kept, kept.change(output=target, obstacle="a sample"), budget, width=layer.get("width"))
         trial = Trial(kept.output, target, budget, "attention")
         for name, tiled in _tiled(a, at, kept):
@@ -298,6 +315,7 @@ def _sampled(one: Fingerprint, at: int, attention: Tensor) -> Kept | None:
     if output is None or not {"raw", "seen", "v"} <= set(found) or found["raw"].ndim != 3:
         return None
     found = {name: x.transpose(0, 1)[None] for name, x in found.items()}
+    found["v"] = _without_norm(found["v"])
     if found["v"].shape[-1] != output.shape[-1]:
         return None
     facts, keys = one.layers[at], found["raw"].shape[-1]
@@ -324,7 +342,7 @@ def _tiled(a: Fingerprint, at: int, kept: Kept) -> Iterator[tuple[str, Tensor]]:
     if not all(name in a.tensors for name in names):
         return
     raw, v = (torch.from_numpy(a.tensors[name].astype(np.float64)).transpose(0, 1)[None] for name in names)
-    other = kept.change(q=raw)
+    v, other = _without_norm(v), kept.change(q=raw)
     yield "values", kept.weigh() @ v
     yield "keys and values", other.weigh() @ v
     yield "keys", other.weigh() @ kept.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,10 @@ from torch import Tensor
 
 from regard.health.comparing.difference import change
 
+VAGUE = (  # sentences that say how B's numbers follow, and not yet why
+    "do not sum to 1", "each row is a multiple", "in other places", "by other angles", "several facts",
+    "each feature is", "of its size",
+)  # fmt: skip
 EXACT = 2e-5  # relative error of what is computed again from float32 tensors
 CLEARLY = 4.0  # times closer than A's own: below that, an explanation explains too little
 
@@ -61,7 +66,23 @@ class Trial:
         if not self.found:
             return None
         least = min(left for _, left in self.found)
-        return next(sentence for sentence, left in self.found if left <= max(10.0 * least, 1e-6))
+        near = [sentence for sentence, left in self.found if left <= max(10.0 * least, 1e-6)]
+        return next((sentence for sentence in near if not is_vague(sentence)), near[0])
+
+
+def is_vague(sentence: str | None) -> bool:
+    """True where another explanation is to be preferred."""
+    return sentence is None or any(words in sentence for words in VAGUE)
+
+
+def exchange_letters(sentence: str) -> str:
+    """A sentence about A and B, of B and A.
+
+    >>> from regard.health.comparing.causes.trial import exchange_letters
+    >>> exchange_letters("B leaves out A's sinks.")
+    "A leaves out B's sinks."
+    """
+    return re.sub(r"\b[AB]\b", lambda found: "BA"[found[0] == "B"], sentence)
 
 
 def fit_factor(a: Tensor, b: Tensor) -> float:

@@ -226,6 +226,42 @@ def test_tokens_in_another_arrangement_are_judged_by_the_output(models, how):
     assert not found.same and not found.named and "places inside cannot be compared" in found.cause
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p: p.flip(1), "order [3, 2, 1, 0]"),
+        (lambda p: p.transpose(-1, -2), "Tried from both sides"),
+    ],
+)
+def test_a_cause_is_found_from_either_side(change, words):
+    x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
+    pair = ByHand(), ByHand(change)
+    found = [regard.compare(*models, [x]) for models in (pair, pair[::-1])]
+    assert not any(one.same for one in found) and found[0].named == found[1].named
+    assert not found[0].named or all(words in one.cause for one in found)
+
+
+class Spreading(ByHand):
+    """Padding in front gives rows without keys; what they compute reaches the others through values."""
+
+    def forward(self, ids, attention_mask):
+        b, n = ids.shape
+        x = nn.functional.one_hot(ids % 32, 32).float()
+        q, k, v = self.qkv(x).reshape(b, n, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        hidden = ~(torch.ones(n, n).tril().bool() & attention_mask[:, None, None].bool())
+        s = (q @ k.transpose(-1, -2)).masked_fill(hidden, -torch.inf if self.change else -1e30).softmax(-1)
+        x = self.out((s @ v).transpose(1, 2).reshape(b, n, 32))
+        return x + x.cumsum(1)
+
+
+def test_padding_counts_where_it_reaches_other_tokens():
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :3] = 0
+    batch = {"input_ids": torch.arange(24).reshape(2, 12), "attention_mask": mask}
+    found = regard.compare(Spreading(), Spreading("−∞"), [{"ids": batch["input_ids"], "attention_mask": mask}])
+    assert not found.same
+
+
 class Caching(nn.Module):
     """A model of one attention that decodes with a cache; positions are added to what comes in."""
 

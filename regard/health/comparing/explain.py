@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from regard.health.comparing.blocks import Pairing
 from regard.health.comparing.causes.attention import explain_attention
-from regard.health.comparing.causes.generic import explain_generally, explain_numbers
+from regard.health.comparing.causes.generic import explain_generally, explain_numbers, explain_shapes
 from regard.health.comparing.causes.glue import explain_glue
 from regard.health.comparing.causes.guesses import Pair
 from regard.health.comparing.causes.modules import explain_module
 from regard.health.comparing.causes.queries import explain_inputs, explain_turned
-from regard.health.comparing.causes.trial import Trial, exchange_letters, is_vague
+from regard.health.comparing.causes.trial import EXACT, Trial, exchange_letters, is_vague
+from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Run
 from regard.health.models.loading import describe_error
 
@@ -149,9 +150,14 @@ def _explain_call(case: Case, key: Key) -> tuple[str | None, list[str]]:
 
 def _explain_point(case: Case, key: Key) -> tuple[str | None, list[str]]:
     a, b = case.tensors(key)
-    if a.shape != b.shape and a.numel() != b.numel():
-        return f"the shapes differ, {list(a.shape)} in A and {list(b.shape)} in B.", ["shapes"]
-    trial = Trial(a, b.reshape(a.shape), case.budget(key), key.part if key.part in ("q", "k", "v") else "", case.a.real)
+    if a.shape != b.shape and (a.numel() != b.numel() or a.ndim == b.ndim):
+        trial = Trial(a, b, case.budget(key))
+        explain_shapes(trial)
+        return trial.best, trial.tried
+    found, tried = _explain_hidden(case, key, a, b)
+    if found is not None:
+        return found, tried
+    trial = Trial(a, b.reshape(a.shape), case.budget(key), "", case.a.real, tried)
     if not a.is_floating_point():
         explain_numbers(trial)
     elif key.part.startswith("out"):
@@ -171,6 +177,20 @@ def _explain_point(case: Case, key: Key) -> tuple[str | None, list[str]]:
         explain_turned(trial)
         explain_glue(trial, key, case.a, case.numbers())
     return trial.best, trial.tried
+
+
+def _explain_hidden(case: Case, key: Key, a: Tensor, b: Tensor) -> tuple[str | None, list[str]]:
+    """What an attention does otherwise that was seen in A alone: B's own stands behind it, with its heads merged."""
+    for place, kept in case.a.calls.items():
+        batch, heads, rows, _ = kept.shape
+        if place.use != key.use or kept.output.numel() != a.numel() or place in case.changes:
+            continue
+        apart = [x.reshape(batch, rows, heads, -1).transpose(1, 2) for x in (a, b)]
+        if change(kept.output, apart[0], "attention") <= max(case.budget(key), EXACT):
+            hidden = kept.change(output=apart[1], obstacle="it was not seen as an attention")
+            trial = explain_attention(Pair(kept, hidden, case.budget(key), case.a.real, case.numbers()))
+            return trial.best, trial.tried
+    return None, []
 
 
 def _list_others(model: nn.Module, one: nn.Module) -> dict[str, nn.Module]:

@@ -210,10 +210,12 @@ def _rearranged(one: Compared) -> str | None:
         if key.part != "in" or not key.module or key not in one.runs[0].points or other not in one.runs[1].points:
             continue
         a, b = one.runs[0].points[key], one.runs[1].points[other]
-        if one.changes.get(root, 0.0) > 0.0 or a.is_floating_point() or a.ndim < 2:
+        if one.changes.get(root, 0.0) > 0.0 or a.ndim < 2 or (a.is_floating_point() and a.shape[1:] != b.shape[1:]):
             return None
         if a.shape != b.shape:
-            return f"{key.module} is given {list(a.shape)} tokens in A, {list(b.shape)} in B"
+            return f"{key.module} is given {list(a.shape)} in A, {list(b.shape)} in B"
+        if a.is_floating_point():
+            return None
         if not torch.equal(a, b) and torch.equal(a.flatten().sort().values, b.flatten().sort().values):
             return f"{key.module} is given its tokens in another order in B, as with padding on another side"
     return None

@@ -152,10 +152,10 @@ def _facts_of(run: Run, layer: tuple[str, list[Key]]) -> dict[str, Any]:
         bias=kept.bias is not None, temperature=kept.temperature is not None,
         normalizer="softmax" if kept.choice is None else kept.choice.spec,
         mask=describe_mask(kept.seen(), run.real) if kept.is_readable else "",
-        rotary={part: one.to_json() for part, one in recover_call(kept, run, key).items()},
         modules=list_modules(run, name, calls),
     )  # fmt: skip
-    return facts
+    rotary = recover_call(kept, run, key)
+    return facts if rotary is None else facts | dict(rotary={part: one.to_json() for part, one in rotary.items()})
 
 
 def _tokens_of(batch: Any, number: int) -> dict[str, np.ndarray]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from regard.health.comparing.causes.trial import Trial, fit_factor, name_factor, round_through
+from regard.health.comparing.difference import change
 
 CAPS = (15.0, 20.0, 30.0, 50.0)  # soft caps of logits
 ROWS = 4  # rows for each number that is fitted per column, at least
@@ -55,13 +57,41 @@ def explain_generally(trial: Trial, numbers: Mapping[str, float] | None = None, 
         trial.explains(
             "a factor per row", each * a, "each row is a multiple of A's in B: a norm that is missing or another."
         )
-    if a.ndim >= 3 and a.shape[0] >= 3 and trial.part == "":
+        for heads in (n for n in range(2, width // 4 + 1) if width % n == 0 and whole):
+            x, y = (one.reshape(-1, heads, width // heads) for one in (a, b))
+            each = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True).clamp_min(1e-30)
+            trial.explains("a factor per row of each head", (each * x).reshape(a.shape), (
+                "each head's rows are multiples of A's in B: their weights do not sum to 1, or another denominator."
+            ))  # fmt: skip
+    if a.ndim >= 3 and a.shape[0] > 1 and trial.part == "":
         shift = (b - a).mean(0, keepdim=True)
         trial.explains("an offset per position", a + shift, (
             "B's tokens differ from A's by a vector per position, the same in every sequence: position embeddings."
         ))  # fmt: skip
     if whole:
         _try_orders(trial, a, b)
+
+
+def explain_shapes(trial: Trial) -> None:
+    """Try how tensors of other shapes hold the same: axes exchanged, or a part of the other."""
+    a, b = trial.a.double(), trial.b.double()
+    said = f"the shapes differ, {list(a.shape)} in A and {list(b.shape)} in B"
+    trial.tried.append("shapes")
+    if a.ndim == b.ndim and a.numel() == b.numel() and a.ndim <= 4:
+        names = ("the batch", "heads", "tokens", "features") if a.ndim == 4 else ("the batch", "tokens", "features")
+        for order in itertools.permutations(range(a.ndim)):
+            if a.permute(order).shape == b.shape and change(a.permute(order), b) <= trial.tolerance:
+                moved = [names[at] if at < len(names) else str(at) for at, to in enumerate(order) if at != to]
+                trial.found.append((f"{said}: B takes {' and '.join(moved)} for one another.", 0.0))
+                return
+    axes = [at for at, (x, y) in enumerate(zip(a.shape, b.shape, strict=False)) if x != y]
+    if a.ndim == b.ndim and len(axes) == 1:
+        for (one, x), (other, y) in itertools.permutations((("A", a), ("B", b))):
+            for start in range(max(y.shape[axes[0]] - x.shape[axes[0]] + 1, 0)):
+                if change(x, y.narrow(axes[0], start, x.shape[axes[0]])) <= trial.tolerance:
+                    trial.found.append((f"{said}: {one}'s are {other}'s from place {start} of axis {axes[0]} on.", 0.0))
+                    return
+    trial.found.append((f"{said}.", 0.0))
 
 
 def explain_numbers(trial: Trial) -> None:
@@ -78,6 +108,11 @@ def explain_numbers(trial: Trial) -> None:
         )
         for name, count in (("an offset per sequence", a + each), ("positions from 0", (a + each).clamp_min(0))):
             trial.explains(name, count, said)
+    if a.shape[-2:-1] == a.shape[-1:]:
+        trial.explains("transposed", a.transpose(-1, -2), (
+            "its rows are A's columns in B: queries and keys are exchanged, and distances have the opposite sign."
+        ))  # fmt: skip
+    trial.explains("sign", -a, "its numbers have the other sign in B.")
     if not trial.found:
         _try_orders(trial, a, b)
 
@@ -95,14 +130,12 @@ def _try_orders(trial: Trial, a: Tensor, b: Tensor) -> None:
     """A's numbers in other places: reversed, rolled, permuted, reshaped."""
     dim = -2
     if a.ndim >= 2 and a.shape[dim] > 2:
-        for by in (1, -1):
-            rolled = a.roll(by, dim)
-            keep = slice(1, None) if by == 1 else slice(None, -1)
+        for by in (1, -1, 2, -2):
+            keep = slice(by, None) if by > 0 else slice(None, by)
             candidate = b.clone()
-            candidate[..., keep, :] = rolled[..., keep, :]
-            trial.explains(
-                "shifted tokens", candidate, f"B's tokens are A's one place {'later' if by == 1 else 'earlier'}."
-            )
+            candidate[..., keep, :] = a.roll(by, dim)[..., keep, :]
+            said = f"B's tokens are A's {abs(by)} place{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}."
+            trial.explains("shifted tokens", candidate, said)
         trial.explains("reversed tokens", a.flip(dim), "B's tokens are A's in reverse order.")
     width = a.shape[-1]
     if 1 < width <= 4096 and trial.found == []:
@@ -112,7 +145,7 @@ def _try_orders(trial: Trial, a: Tensor, b: Tensor) -> None:
             trial.explains(
                 "features in another order", a[..., order], f"B's features are A's in another order{say_order(order)}."
             )
-    if trial.found == []:
+    if trial.found == [] and len(a.unique()) > 0.5 * a.numel():
         same = a.flatten().sort().values, b.flatten().sort().values
         trial.tried.append("numbers in other places")
         left = float((same[0] - same[1]).norm() / same[0].norm().clamp_min(1e-30))
@@ -128,6 +161,8 @@ def say_order(order: Tensor) -> str:
     ': halves and interleaved pairs are exchanged'
     """
     count = len(order)
+    if torch.equal(order, torch.arange(count)):
+        return ""
     for d in (d for d in range(4, count + 1) if count % d == 0):
         inner, at = order[:d], torch.arange(d)
         if not torch.equal(order, (torch.arange(0, count, d)[:, None] + inner).flatten()):
@@ -141,6 +176,6 @@ def say_order(order: Tensor) -> str:
                 return f": parts of a stacked matrix are exchanged ({by} parts)"
         for heads in range(2, d // 2 + 1):
             if d % heads == 0 and torch.equal(inner, at.view(heads, -1).T.flatten()):
-                return f": it is read as [{heads}, {d // heads}] in one and as [{d // heads}, {heads}] in the other"
+                return f": [{heads}, {d // heads}] is read as [{d // heads}, {heads}], as height and width"
     moved = int((order != torch.arange(count)).nonzero()[0])
     return f" (from {moved} on: {', '.join(map(str, order[moved : moved + 6].tolist()))}, …)"

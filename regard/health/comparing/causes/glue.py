@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 
+import torch
 from torch import Tensor
 
-from regard.health.comparing.causes.generic import explain_generally
+from regard.health.comparing.causes.generic import explain_generally, say_order
 from regard.health.comparing.causes.modules import ACTIVATIONS
 from regard.health.comparing.causes.trial import Trial, fit_factor, name_factor
 from regard.health.comparing.difference import change
@@ -33,8 +34,27 @@ def explain_glue(trial: Trial, key: Key, run: Run, numbers: dict[str, float]) ->
         return
     for place, x in before:
         trial.explains("another input", x, f"B passes on {_name(place)} as it is, which A changes.")
+    _try_tokens(trial, run, key)
     for (place, x), (other, y) in itertools.permutations(before[:NEAREST], 2):
         trial.explains("another summand", a + x - y, f"B adds {_name(place)} where A adds {_name(other)}.")
+
+
+def _try_tokens(trial: Trial, run: Run, key: Key) -> None:
+    """Is what is added to an earlier place the same, in another order of the tokens, as position embeddings are?"""
+    if trial.a.ndim != 3:
+        return
+    for place, x in list(run.points.items())[: list(run.points).index(key)][: -NEAR - 1 : -1]:
+        first = trial.a.shape[1] - x.shape[1] if x.ndim == 3 and x.is_floating_point() else -1
+        if not 0 <= first <= 2 or x.shape[::2] != trial.a.shape[::2] or x.shape[1] < 3:
+            continue
+        own, other = (one[:, first:].double() - x.double() for one in (trial.a, trial.b))
+        order = torch.cdist(other.mean(0), own.mean(0)).argmin(1)
+        if len(order.unique()) == len(order) and not torch.equal(order, torch.arange(len(order))):
+            moved = torch.cat([trial.b[:, :first].double(), x.double() + own[:, order]], 1)
+            trial.explains("tokens in another order", moved, (
+                f"B adds to {_name(place)} what A adds to other tokens, as position embeddings in another "
+                f"order{say_order(order)}."
+            ))  # fmt: skip
 
 
 def _try_products(trial: Trial, key: Key, run: Run) -> None:

@@ -47,7 +47,7 @@ def guess_outputs(pair: Pair) -> Iterator[Guess]:
     yield from _orders(pair, s, target)
     yield from _scales(pair, s, target)
     yield from _caps(a, s, target)
-    yield from _sinks(a)
+    yield from _sinks(a, target)
     yield from _masks(pair, s, target)
     yield from _biases(a)
     yield from _normalizers(a, s)
@@ -107,14 +107,18 @@ def _caps(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
         yield "soft cap after the bias", a.weigh(late) @ a.values(), said
 
 
-def _sinks(a: Kept) -> Iterator[Guess]:
-    if a.sink is not None:
-        said = "B leaves out A's sinks: a logit per head in the softmax's denominator."
-        yield "sink", a.change(sink=None).compute(), said
-        yield "sink", a.change(sink=-a.sink).compute(), "The sinks have the other sign in B."
-    else:
+def _sinks(a: Kept, target: Tensor) -> Iterator[Guess]:
+    if a.sink is None:
         zero = torch.zeros((1, 1, 1, 1))
         yield "a sink of 0", a.change(sink=zero).compute(), "B adds 1 to the softmax's denominator (softmax1)."
+        return
+    said = "B leaves out A's sinks: a logit per head in the softmax's denominator."
+    yield "sink", a.change(sink=None).compute(), said
+    yield "sink", a.change(sink=-a.sink).compute(), "The sinks have the other sign in B."
+    c = fit_scalar(lambda c: a.change(sink=c * a.sink).compute(), target)
+    known = {} if isinstance(a.scale, Tensor) else {"the scale of the scores": a.scale}
+    said = f"The sinks are {c:.4g} times A's in B{name_factor(c, None, known)}."
+    yield "sink", a.change(sink=c * a.sink).compute(), said
 
 
 def _masks(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:

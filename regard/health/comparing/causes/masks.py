@@ -76,27 +76,37 @@ def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> str:
     if texts[0] != texts[1] and OTHER not in texts:
         return f"A's queries see {texts[0]}, B's {texts[1]}"
     heads = differs.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
-    if a.shape[-2] == a.shape[-1] and (near := _describe_distances(a, b, differs)):
-        return near
-    more, fewer = int((b & ~a & differs).sum()), int((a & ~b & differs).sum())
     where = "" if len(heads) == a.shape[1] else f" in heads {', '.join(map(str, heads[:8]))}"
-    if texts[0] != texts[1]:
+    every = torch.ones_like(differs) if rows is None else rows.expand(a.shape)
+    if bool((differs == every).all()):
+        return f"each shows what the other hides{where}"
+    if a.shape[-2] == a.shape[-1]:
+        if torch.equal(a, b.transpose(-1, -2)):
+            return f"A's is B's with queries and keys exchanged{where}"
+        if near := _describe_distances(a, b, differs):
+            return near + where
+    if texts[0] != texts[1] and where == "":
         return f"A's queries see {texts[0]}, B's {texts[1]}"
+    more, fewer = int((b & ~a & differs).sum()), int((a & ~b & differs).sum())
     return f"B shows {more} pairs of query and key{where} that A hides, and hides {fewer} that it shows"
 
 
 def _describe_distances(a: Tensor, b: Tensor, differs: Tensor) -> str:
-    """Where one mask hides a single diagonal of the other: a query's own key, or the next one."""
+    """Where one mask hides later keys, each query's own or one near it, which the other shows."""
     at = torch.arange(a.shape[-1])
     distances = (at[:, None] - at).expand(a.shape)[differs].unique()
-    if len(distances) != 1:
-        return ""
-    d, added = int(distances[0]), bool((b & differs).any())
-    if added == bool((a & differs).any()):
+    added = bool((b & differs).any())
+    if not len(distances) or added == bool((a & differs).any()):
         return ""
     hides, shows = "AB" if added else "BA"
-    which = "own key" if d == 0 else f"key {abs(d)} {'ahead' if d < 0 else 'before'}"
-    return f"{hides} hides each query's {which}, which {shows} shows"
+    d = int(distances[0])
+    if len(distances) == 1:
+        which = "each query's own key" if d == 0 else f"the key {abs(d)} {'ahead' if d < 0 else 'before'}"
+    elif int(distances[-1]) < 0:
+        which = "keys later than the query (the causal order)"
+    else:
+        return ""
+    return f"{hides} hides {which}, which {shows} shows"
 
 
 def other_masks(

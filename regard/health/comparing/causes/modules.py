@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ def explain_module(trial: Trial, x: Tensor, a: nn.Module, b: nn.Module, others: 
         return
     _try_constants(trial, x, a, b)
     _try_formulas(trial, x, a)
+    _try_axes(trial, x)
     if not trial.found:
         explain_generally(trial)
 
@@ -81,6 +83,11 @@ def _relate(name: str, pair: tuple[Tensor, Tensor], others: tuple[dict[str, nn.M
         return found
     if (found := _follow(name, b, a, others[1])) is not None:
         return exchange_letters(found)
+    if a.ndim == 2 and 32 <= min(a.shape) <= 4096:
+        sizes = torch.linalg.svdvals(b - a)
+        rank = int((sizes > 1e-3 * sizes[0]).sum())
+        if rank <= min(a.shape) // 4:
+            return f"{name} differs by a matrix of rank {rank}: an adapter (LoRA) is merged into one of them"
     rows = (a - b).reshape(len(a), -1).norm(dim=1) > 1e-3 * a.reshape(len(a), -1).norm(dim=1) if a.ndim else None
     part = "" if rows is None or bool(rows.all()) else f" in {int(rows.sum())} of {len(rows)} rows"
     return f"{name} differs{part} by {float((a - b).norm()) / float(a.norm().clamp_min(1e-30)):.2g} of its size"
@@ -177,35 +184,50 @@ def _try_formulas(trial: Trial, x: Tensor, a: nn.Module) -> None:
     if not x.is_floating_point() or x.shape != trial.b.shape:
         return
     x = x.double()
-    weight, bias = (getattr(a, name, None) for name in ("weight", "bias"))
+    vectors = [p for p in a.parameters(recurse=False) if p.shape == x.shape[-1:]]
+    weight, bias = (*vectors, None, None)[:2]
     if weight is None and not any(True for _ in a.parameters()):
         away = {name: float((f(x) - trial.a.double()).norm()) for name, f in ACTIVATIONS.items()}
         own = min(away, key=lambda name: away[name])
         own = own if _near(ACTIVATIONS[own](x), trial.a) else "another formula"
         for name, f in ACTIVATIONS.items():
             trial.explains("activation", f(x), f"the activation is {own} in A and {name} in B.")
-    if isinstance(weight, Tensor) and weight.shape == x.shape[-1:]:
+    if weight is not None:
         _try_norms(trial, x, weight.detach().double().cpu(), bias, _epsilon_of(a))
+
+
+def _try_axes(trial: Trial, x: Tensor) -> None:
+    """What is added to x [B, N, C] by the row of the batch in one model, by the position in the other."""
+    n = min(x.shape[:2]) if x.ndim == 3 and x.shape == trial.a.shape and x.is_floating_point() else 0
+    if n > 1:
+        candidate = trial.b.double().clone()
+        candidate[:n, :n] = x[:n, :n].double() + (trial.a - x)[:n, :n].double().transpose(0, 1)
+        trial.explains("another axis", candidate, (
+            "what it adds to its input follows the row of the batch in one model and the position in the other."
+        ))  # fmt: skip
 
 
 def _try_norms(trial: Trial, x: Tensor, weight: Tensor, bias: Tensor | None, own: float | None) -> None:
     offset = torch.zeros(()) if bias is None else bias.detach().double().cpu()
-    centred = x - x.mean(-1, keepdim=True)
-    for epsilon in (own, *EPSILONS):
-        if epsilon is None:
-            continue
-        for kind, y in (("RMS norm", x), ("LayerNorm", centred)):
-            y = y * (y.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-            for how, value in (
-                ("its weight", weight),
-                ("1 + its weight", 1 + weight),
-                ("no weight", torch.ones_like(weight)),
-            ):
-                of = "" if epsilon == own else f", ε = {epsilon:g} where A has {own if own is None else f'{own:g}'}"
-                sentence = f"B computes a {kind} with {how}{of}."
-                trial.explains("formula of the norm", y * value + offset, sentence)
+    weights = {"its weight": weight, "1 + its weight": 1 + weight, "no weight": torch.ones_like(weight)}
+    first = EPSILONS[3] if own is None else own
+    cases: list[tuple[float, Any, str]] = [(first, -1, ""), *((one, -1, "") for one in EPSILONS if one != own)]
+    if x.ndim == 3:
+        cases += [(first, 1, " over the tokens"), (first, 0, " over the batch"), (first, (0, 1), " over all tokens")]
+    for epsilon, dim, over in cases:
+        centred = x - x.mean(dim, keepdim=True)
+        of = "" if epsilon == own else f", ε = {epsilon:g} where A has {own if own is None else f'{own:g}'}"
+        for kind, y in (("an RMS norm", x), ("a LayerNorm", centred)):
+            size = y.square().mean(dim, keepdim=True)
+            scales = {"": (size + epsilon).rsqrt()}
+            if epsilon == first:
+                scales |= {", ε beside the deviation": 1 / (size.sqrt() + epsilon)}
+                scales |= {", of the unbiased deviation": 1 / (x.std(dim, keepdim=True) + epsilon)}
+            for (how, scale), (name, value) in itertools.product(scales.items(), weights.items()):
+                sentence = f"B computes {kind}{over} with {name}{how}{of}."
+                trial.explains("formula of the norm", y * scale * value + offset, sentence)
                 if bias is not None:
-                    trial.explains("formula of the norm", y * value, sentence[:-1] + " and no bias.")
+                    trial.explains("formula of the norm", y * scale * value, sentence[:-1] + " and no bias.")
     trial.explains("norm left out", x, "B leaves out this norm.")
     trial.explains("norm left out", x * weight, "B multiplies by the norm's weight without norming.")
 

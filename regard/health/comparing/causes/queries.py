@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.health.comparing.causes import rotary
-from regard.health.comparing.causes.generic import explain_generally
+from regard.health.comparing.causes.generic import explain_generally, explain_shapes
 from regard.health.comparing.causes.guesses import Pair, match_heads
 from regard.health.comparing.causes.trial import Trial
 from regard.health.comparing.difference import change
@@ -39,8 +39,7 @@ def explain_part(pair: Pair, part: str, run: Run, key: Key) -> Trial:
     a, b = with_equal_heads(a, b)
     trial = Trial(a, b, pair.budget, part, pair.real)
     if a.shape != b.shape:
-        trial.tried.append("shapes")
-        trial.found.append((f"the shapes differ, {list(a.shape)} in A and {list(b.shape)} in B.", 0.0))
+        explain_shapes(trial)
         return trial
     order = match_heads(a, b)
     if order is not None:
@@ -65,6 +64,8 @@ def explain_part(pair: Pair, part: str, run: Run, key: Key) -> Trial:
 def with_equal_heads(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Both with as many heads, where one shares them among queries and the other does not."""
     many = max(a.shape[1], b.shape[1])
+    if a.shape[0] != b.shape[0] or a.shape[2:] != b.shape[2:]:
+        return a, b
     return (a, b) if many % a.shape[1] or many % b.shape[1] else (spread(a, many), spread(b, many))
 
 
@@ -89,6 +90,8 @@ def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> No
                     )  # fmt: skip
                 if sentence and trial.explains(name or "QK-norm", rotary.rotate(source, other), sentence):
                     return
+        by_head = rotary.rotate(before.transpose(1, 2), own).transpose(1, 2)
+        trial.explains("rotary positions by head", by_head, "B turns it by the head's number, not the token's.")
         for what, rounded in rotary.round_rotations(before, own):
             trial.explains("rounded angles", rounded, f"B rounds {what}.")
         for name, source in _normed(before):
@@ -206,8 +209,8 @@ def _find_exchange(pair: Pair) -> str:
     return ""
 
 
-def recover_call(kept: Kept, run: Run, key: Key) -> dict[str, rotary.Rotary]:
-    """The rotary positions of a call's q and k, recovered from what the model had before."""
+def recover_call(kept: Kept, run: Run, key: Key) -> dict[str, rotary.Rotary] | None:
+    """The rotary positions of a call's q and k, by what the model had before; None where that does not tell."""
     found: dict[str, rotary.Rotary] = {}
     for part in ("q", "k"):
         x = getattr(kept, part)
@@ -219,4 +222,6 @@ def recover_call(kept: Kept, run: Run, key: Key) -> dict[str, rotary.Rotary]:
             if one is not None and float(one.omega.abs().max()) > 1e-3:
                 found[part] = one
                 break
+        else:
+            return None
     return found

@@ -23,6 +23,8 @@ def explain_attention(pair: Pair) -> Trial:
     pair = _worst_sequence(replace(pair, a=pair.a.resolve(), b=pair.b.resolve()))
     a, b = pair.a, pair.b
     trial = Trial(a.output, b.output, pair.budget, "attention", pair.real)
+    if trial.is_lost:
+        return trial
     if not a.is_readable:
         trial.tried.append(f"nothing: {a.obstacle or 'too many scores to write out'}")
         return trial

@@ -38,9 +38,16 @@ class Trial:
     real: Tensor | None = None
     tried: list[str] = field(default_factory=list)
     found: list[tuple[str, float]] = field(default_factory=list)
+    is_lost: bool = False
 
     def __post_init__(self) -> None:
         self.before = change(self.a, self.b, self.part, self.real)
+        lost = (
+            0 if self.a.shape != self.b.shape or not torch.isfinite(self.a).all() else (~torch.isfinite(self.b)).sum()
+        )
+        self.is_lost = bool(lost)  # nothing can be told from such values
+        if lost:
+            self.found.append((f"B has {lost} values that are not finite, A has none.", 0.0))
 
     @property
     def tolerance(self) -> float:
@@ -52,7 +59,7 @@ class Trial:
             self.tried.append(name)
         if callable(candidate):
             candidate = candidate()
-        if candidate is None or candidate.numel() != self.b.numel():
+        if self.is_lost or candidate is None or candidate.numel() != self.b.numel():
             return False
         left = change(self.b, candidate.reshape(self.b.shape), self.part, self.real)
         if not left <= self.tolerance or not left * CLEARLY <= self.before:

@@ -102,7 +102,9 @@ def test_a_norm_that_never_runs_is_named():
     assert codes(run_check("qk_norm", HandModel("norm is idle"), random_ids())) == ["RG417"]
 
 
-@pytest.mark.parametrize(("bug", "wanted"), [("", []), ("order", ["RG741"]), ("sign", ["RG740"]), ("half", [])])
+@pytest.mark.parametrize(
+    ("bug", "wanted"), [("", []), ("order", ["RG741"]), ("sign", ["RG740"]), ("half", []), ("same", ["RG742"])]
+)
 def test_biases_by_distance(bug, wanted):
     assert codes(run_check("distance_bias", AlibiModel(bug), random_ids())) == wanted
 

@@ -117,7 +117,8 @@ class AlibiModel(nn.Module):
         slopes = 2.0 ** (-8 / self.heads * torch.arange(1, self.heads + 1))
         slopes = slopes.flip(0) if self.bug == "order" else slopes / 2 if self.bug == "half" else slopes
         at = torch.arange(input_ids.shape[1])
-        bias = -slopes[:, None, None] * (at[:, None] - at)
+        distance = at[:, None] - at
+        bias = -slopes[:, None, None] * (distance.clamp(0, 1) if self.bug == "same" else distance)
         bias = (-bias if self.bug == "sign" else bias).masked_fill(at[:, None] < at, -math.inf)
         o = nn.functional.scaled_dot_product_attention(q, k, v, bias.expand(len(input_ids), -1, -1, -1))
         return self.head(o.transpose(1, 2).flatten(2))

@@ -157,7 +157,7 @@ class Follower:
         if isinstance(values, nn.Parameter) or values.ndim < 3 or weights.logits.ndim < 3:
             return run()  # a lookup in a table, or a mixture of a few tensors
         fault = None
-        if not (name == "einsum" or weights.dropout):
+        if not weights.dropout and (name != "einsum" or _sums_over_last(args, used)):
             weights, fault = _judge_rows(weights, used)
         layout = _values_of(name, args, weights, values)
         split = None if layout is None or fault is not None else _split_heads(weights, layout[0])
@@ -169,6 +169,15 @@ class Follower:
             call = Call(module, weights.p, values, values, own=lambda rows: run(), kind="by hand", obstacle=reason)
             return route(call, run, swaps=False)
         return _capture(module, weights, used.shape[:-2], split, layout, run)
+
+
+def _sums_over_last(args: tuple, used: Tensor) -> bool:
+    """True if an einsum of two tensors sums over the last axis of `used`."""
+    if not isinstance(args[0], str) or "->" not in args[0]:
+        return False
+    inputs, output = args[0].replace(" ", "").split("->")
+    own = inputs.split(",")[0 if args[1] is used else 1]
+    return bool(own) and own[-1] not in output
 
 
 def _judge_rows(weights: Weights, used: Tensor) -> tuple[Weights, str | None]:

@@ -128,7 +128,7 @@ def name_cause(
     rule = DIFFERS if cause is None else BY_CAUSE.get(cause.what, DIFFERS)
     what = f"the prompt of {end} tokens alone" if not begin else f"token {begin} behind {begin} cached ones"
     return trial.find(
-        rule, "critical", [cause.key] if cause else [],
+        rule, "note" if is_library_code(trial.model) else "critical", [cause.key] if cause else [],
         f"With {decoder.name}, {what} gives an output that differs from one forward by {amount:.2g} of its size"
         + (f": {cause.text}." if cause else "."),
         f"relative change of a row > {trial.rounding:.2g}, which rounding explains",
@@ -195,7 +195,7 @@ def compare_chunks(trial: Trial, decoder: Decoder, text: TokenBatch, full: torch
             cause = find_cause(trial, decoder, text, cuts, begin, end)
             told = f": {cause.text}." if cause else "."
             return trial.find(
-                CHUNKS, "critical", [cause.key] if cause else [],
+                CHUNKS, "note" if is_library_code(trial.model) else "critical", [cause.key] if cause else [],
                 f"With {decoder.name}, {end - begin} tokens behind {begin} cached ones give outputs that differ from "
                 f"one forward by {amount:.2g} of their size, and single steps do not{told}",
                 f"relative change of a row > {trial.rounding:.2g}",

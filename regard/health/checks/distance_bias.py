@@ -1,4 +1,4 @@
-"""Biases by distance (ALiBi, relative positions): of the wrong sign, with slopes in another order over the heads."""
+"""Biases by distance (ALiBi, relative positions): of the wrong sign, in another order over heads, or all the same."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from regard.health.probe.probe import CapturedCall
 from regard.health.probe.trial import Trial
 
 LINEAR = 1e-3  # by which a bias may miss a line over the distance, relative to its largest value
+HIDES = -1e3  # a number at or below it hides a key
 GEOMETRIC = 0.02  # by which the logarithms of slopes may miss a line over the heads
 NEEDS = "attention calls with a bias that falls evenly with the distance"
 SIGN = Rule(
@@ -26,12 +27,26 @@ ORDER = Rule(
     "The slopes were reversed, or computed with a positive exponent.",
     "Use 2^(−8·h/H) for head h = 1 … H.", ("arXiv 2108.12409", "keras#23038"),
 )  # fmt: skip
-RULES = (SIGN, ORDER)
+SAME = Rule(
+    "RG742", "the same bias at every distance", "relative biases depend on the distance", "warning",
+    "attention calls with a bias that is not only a mask",
+    "the bias of every key before the query is one number per head: a table of relative positions is read at one entry",
+    "The sign of the relative position is the other way round, so that every earlier key falls into one bucket.",
+    "Compute the relative position as key − query, and print the buckets of the last row.",
+    ("arXiv 1910.10683",),
+)  # fmt: skip
+RULES = (SIGN, ORDER, SAME)
 
 
 def check(trial: Trial) -> list:
-    slopes = {key: found for key, one in trial.captured[1].items() if (found := slopes_of(one)) is not None}
-    if not slopes:
+    biases = {key: bias for key, one in trial.captured[1].items() if (bias := last_bias(one)) is not None}
+    same = [key for key, bias in biases.items() if is_same_everywhere(bias)]
+    if same:
+        number = float(biases[same[0]][0, 0])
+        text = f"Every earlier key has one bias, {number:.2g} in head 0, in {len(same)} layers (first {same[0][0]})."
+        return trial.find(SAME, "warning", same, text)
+    slopes = {key: found for key, bias in biases.items() if (found := slopes_of(bias)) is not None}
+    if not biases:
         raise NothingToCheck("no bias falls evenly with the distance")
     findings = []
     grows = [key for key, s in slopes.items() if bool((s > 0).all())]
@@ -46,16 +61,25 @@ def check(trial: Trial) -> list:
     return findings
 
 
-def slopes_of(one: CapturedCall) -> Tensor | None:
-    """The bias per position of distance [H] of a causal call, where it is a line over the distance in every head."""
+def last_bias(one: CapturedCall) -> Tensor | None:
+    """What is added to the last query's scores [H, N] of a self-attention call; None where it is a mask alone."""
     mask, queries, keys = one.call.mask, one.q.shape[2], one.k.shape[2]
-    if mask is None or mask.dtype == torch.bool or queries != keys or queries < 8 or mask.ndim != 4:
+    if mask is None or mask.dtype == torch.bool or queries != keys or queries < 8 or one.call.is_cross(one.key[0]):
         return None
-    heads = one.q.shape[1]
-    bias = mask.float().expand(mask.shape[0], heads, queries, keys)[0]
-    row = bias[:, -1]  # of the last query: keys at distances N − 1 … 0
-    if not bool(torch.isfinite(row).all()):
-        return None
+    row = torch.broadcast_to(mask.float(), (*one.q.shape[:3], keys))[0, :, -1]
+    return row if bool((row > HIDES).all()) and bool((row != 0).any()) else None
+
+
+def is_same_everywhere(row: Tensor) -> bool:
+    """True if each head adds one number, not 0 in all of them, at every key before the query."""
+    before = row[:, :-1]
+    size = before.abs().amax(-1, keepdim=True)
+    return bool(((before - before[:, :1]).abs() <= LINEAR * size).all()) and bool((size > LINEAR).any())
+
+
+def slopes_of(row: Tensor) -> Tensor | None:
+    """The bias per position of distance [H], where it is a line over the distance in every head."""
+    keys = row.shape[1]
     row = row - row[:, -1:]
     distance = torch.arange(keys - 1, -1, -1, device=row.device)
     slopes = row[:, 0] / (keys - 1)

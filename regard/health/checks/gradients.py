@@ -40,7 +40,7 @@ BY_DESIGN = (
     "lora_",
     "indexer",
     "compressor",
-    "relative_attention_bias",
+    "relative_",  # tables of distances, of which one text uses a part
     "inv_freq",
     "router",
     "gate.weight",

@@ -31,6 +31,7 @@ RULE = Rule(
     fix="Mend or remove the named code, or run the model without it.",
 )  # fmt: skip
 RULES = (RULE,)
+STARTS_A_PROCESS = True
 NAMED = 3  # things that are not the library's, in a sentence
 SMALL = 50_000_000  # parameters up to which a fresh model is built here, to compare its attributes and buffers
 FAMILIES = (bool, int, float, str, type(None))

@@ -28,7 +28,7 @@ INVERTED = Rule(
     proves="Proves which keys a query sees; a model that reads from right to left has it by design.",
     cause="True shows a key to scaled_dot_product_attention and hides it from nn.MultiheadAttention.",
     fix="Invert the mask, or use is_causal=True.",
-    explains=("RG10", "RG206", "RG211", "RG212", "RG22", "RG23", "RG24", "RG501"),
+    explains=("RG10", "RG206", "RG211", "RG212", "RG22", "RG23", "RG24", "RG110", "RG501"),
 )  # fmt: skip
 ADDED = Rule(
     "RG113", "mask hides nothing", "a float mask of 1 and 0 is not added to the scores",
@@ -45,6 +45,7 @@ CORNER = Rule(
     "the first keys.",
     cause="is_causal=True is used with cached keys, which torch aligns with the first key.",
     fix="Pass no mask for one query, or torch.nn.attention.bias.causal_lower_right(queries, keys) for several.",
+    explains=("RG10", "RG2", "RG3", "RG620", "RG8"),
 )  # fmt: skip
 RULES = (PADDING, OFF, INVERTED, ADDED, CORNER)
 
@@ -65,6 +66,14 @@ PATTERNS = {
         "Text queries see keys that the batch's attention_mask marks as padding.",
         "any padding key visible to a text query",
         "Pass attention_mask on to the attention call (attn_mask, key_padding_mask), or use batches without padding.",
+    ),
+    "opposite": Pattern(
+        INVERTED, "warning",
+        "Text queries see only keys that the batch's attention_mask marks as padding, and no text: its meaning is the "
+        "opposite of the one that the call gives it.",
+        "every key visible to text queries is padding",
+        "Pass attention_mask == 0 where True hides a key (nn.MultiheadAttention, src_key_padding_mask), and "
+        "attention_mask.bool() where True shows it (scaled_dot_product_attention).",
     ),
     "ahead": Pattern(
         OFF, "warning",

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
-from regard.health.probe.library import is_library_code, is_library_model
+from regard.health.probe.library import foreign_code, is_library_model
 from regard.health.probe.packed import find_documents
 from regard.health.probe.rounding import largest_change
 from regard.health.probe.trial import Trial
-from regard.health.tokens.text import exchange_tokens
+from regard.health.tokens.text import TokenBatch, exchange_tokens
 
 PACKED = Rule(
     "RG215", "packing mixes documents", "packed documents give what they give alone", "warning",
@@ -81,14 +81,29 @@ def packed_here(trial: Trial) -> list[Finding]:
             packed = packed.put(key, value)
         amount = largest_change(alone, trial.probe.run(packed)[:, half:])
         if amount > trial.rounding:
-            is_changed = is_library_model(trial.model) and not is_library_code(trial.model)
             return trial.find(
-                PACKED, "warning" if is_changed else "note", [],
+                PACKED, "warning" if library_keeps_apart(trial, one.with_targets(second), packed) else "note", [],
                 f"A document of {second.shape[1]} tokens behind another of {half} in one row, told apart by {name}, "
                 f"has outputs that differ by {amount:.2g} of their size from those alone.",
                 f"relative change of a row > {trial.rounding:.2g}, which rounding explains",
             )  # fmt: skip
     return []
+
+
+def library_keeps_apart(trial: Trial, second: TokenBatch, packed: TokenBatch) -> bool:
+    """True if a transformers model runs other code than the library's, whose own keeps the documents apart."""
+    if not is_library_model(trial.model):
+        return False
+    others = list(foreign_code(trial.model))
+    if not all(one.startswith("the ") and "function of" in one for one in others):
+        return True  # more than a registered function is not the library's, so eager may not be either
+    places = torch.arange(second.targets.shape[1], device=second.targets.device)[None]
+    try:
+        with trial.mode("eager"):
+            alone, behind = (trial.probe.run(one) for one in (second.put("position_ids", places), packed))
+    except NotApplicable:
+        return False
+    return largest_change(alone, behind[:, -places.shape[1] :]) <= trial.rounding
 
 
 def lengths_of(first: Tensor, second: Tensor) -> dict[str, Any]:

@@ -145,6 +145,8 @@ def check_made(trial: Trial) -> list[Finding]:
     beside = trial.probe.run(with_mask(second, whole, torch.ones_like(whole)))
     if alone.ndim < 3:
         return pooled(trial, text, short, whole, alone)
+    if alone.shape[:2] != short.shape:
+        raise NotApplicable("the output has no row per token")
     counts = torch.arange(length, device=ids.device)[None]
     takes_positions = "position_ids" in accepted and not trial.differs_between(
         alone, with_mask(first, short, torch.ones_like(short)).put("position_ids", counts)
@@ -189,7 +191,8 @@ def describe_made(trial: Trial, batch: TokenBatch, padding: Tensor, amount: floa
     threshold = f"relative change of a row > {trial.rounding:.2g}, which rounding explains"
     if visible or not on_left:
         told = ", and text queries see padding keys." if visible else "."
-        return trial.find(SEEN, "warning", visible[:1], text + told, threshold)
+        severity = "note" if not visible and is_library_code(trial.model) else "warning"
+        return trial.find(SEEN, severity, visible[:1], text + told, threshold)
     if "position_ids" not in batch.named:
         return []  # nothing can tell the model where the text begins, and no batch is padded on the left
     return trial.find(

@@ -6,6 +6,8 @@ them evenly. What a swap of two tokens leaves unchanged elsewhere knows no order
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from regard.health.checks.rule import NotApplicable, Rule
@@ -44,6 +46,7 @@ MISSING = Rule(
     ("arXiv 2305.19466",),
 )  # fmt: skip
 RULES = (ONE_SIDED, UNEQUAL, VALUES, MISSING)
+POSITIONS = re.compile(r"pos|rope|rotary|alibi|freqs|^(cos|sin)(_|$)", re.IGNORECASE)  # in names
 ANGLE = 1e-3  # rad per position by which q and k may differ
 
 
@@ -143,7 +146,8 @@ def moves_with_order(trial: Trial) -> bool:
 
 
 def names_positions(trial: Trial) -> bool:
-    """True if the configuration or a module's name says that there are positions."""
+    """True if the configuration, or the name of a module or buffer, says that there are positions."""
     config = getattr(trial.model, "config", None)
     named = any(getattr(config, name, None) for name in ("rope_theta", "rope_parameters", "max_position_embeddings"))
-    return named or any("pos" in name.rpartition(".")[2].lower() for name, _ in trial.part.named_modules() if name)
+    known = [name for name, _ in (*trial.part.named_modules(), *trial.part.named_buffers())]
+    return named or any(POSITIONS.search(name.rpartition(".")[2]) for name in known)

@@ -36,8 +36,8 @@ REMEDY = (
 
 def check(trial: Trial) -> list[Finding]:
     trial.require_repeatable()
-    if trial.sample.targets.ndim > 3:
-        raise NotApplicable("the inputs are images, which have no row per token")
+    if not trial.batches and trial.sample.targets.ndim != 3:
+        return outputs_mixed(trial, [one for one in trial.captured[1].values() if one.q.shape[2] == one.k.shape[2]])
     calls = [one for one in trial.captured[1].values() if is_plain_self_attention(trial, one)]
     if over_heads := [one.key for one in trial.captured[1].values() if attends_over_heads(trial, one)]:
         text = "The number of heads follows the length of the text: attention runs over the heads, not over the tokens."
@@ -48,6 +48,13 @@ def check(trial: Trial) -> list[Finding]:
     if mixed:
         text = f"One changed token changes {mixed} of the first layer at other positions, not in every head at its own."
         return trial.find(RULE, "critical", [calls[0].key], text, "any other position changed", REMEDY)
+    return outputs_mixed(trial, calls)
+
+
+def outputs_mixed(trial: Trial, calls: list[CapturedCall]) -> list[Finding]:
+    """[Finding] if the output of some of these calls reaches other positions of its module's output."""
+    if not calls:
+        raise NotApplicable("no self-attention call was captured")
     step = max(1, len(calls) // LAYERS)
     wrong = [one.key for one in calls[::step] if output_mixed(trial, one)]
     text = "The attention's output at one position reaches the module's output at other positions."
@@ -98,7 +105,8 @@ def output_mixed(trial: Trial, one: CapturedCall) -> bool:
     inside = [key for key in trial.captured[1] if key[0] == name or not name or key[0].startswith(f"{name}.")]
     if len(inside) != 1:
         return False  # other attention follows within the module, and mixes positions by right
-    module, at = one.call.module, one.q.shape[2] // 2
+    module, heads, n = one.call.module, one.q.shape[1], one.q.shape[2]
+    at = next((at for at in range(n // 3, n) if all((h * n + at) // heads != at for h in range(heads))), n // 3)
     before, after = (run_until(trial, module, change) for change in (None, change_row(one.key, at)))
     if before is None or after is None or before.shape != after.shape:
         return False
@@ -106,8 +114,9 @@ def output_mixed(trial: Trial, one: CapturedCall) -> bool:
     if rows[0] is None or rows[1] is None:
         return False
     moved = (rows[0] - rows[1]).double().abs().amax((0, 2)) > trial.tolerance * rows[0].double().square().mean().sqrt()
+    is_convolved = not trial.batches and bool(moved[at])  # what comes after attention in an image's layer, around it
     moved[at] = False
-    return bool(moved.any())
+    return bool(moved.any()) and not is_convolved
 
 
 def change_row(key: Key, at: int):

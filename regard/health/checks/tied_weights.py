@@ -40,8 +40,8 @@ def check(trial: Trial) -> list:
 
 def is_tied_by_config(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
-    config = getattr(config, "text_config", None) or config
-    return getattr(config, "tie_word_embeddings", False) is True
+    inner = getattr(config, "text_config", None)
+    return getattr(config, "tie_word_embeddings", getattr(inner, "tie_word_embeddings", False)) is True
 
 
 def find_untied(trial: Trial) -> list:

@@ -55,10 +55,16 @@ def check(trial: Trial) -> list:
     layers = Counter(NUMBER.search(name)[0] for name, *_ in fresh)  # type: ignore[index]
     if not fresh or (max(map(len, several.values())) < 3 and len(fresh) < WHOLE * len(layers)):
         return []
+    random = {name for name, *_ in fresh}
+    owners: dict[str, list[str]] = defaultdict(list)
+    for members in several.values():
+        for name, _ in members:
+            owners[name.rpartition(".")[0].rpartition(".")[0]].append(name)
+    is_whole = any(len(names) > 1 and random.issuperset(names) for names in owners.values())
     name, x, usual = fresh[0]
     keys = [key for key in calls_of(trial) if any(other.startswith(f"{key[0]}.") for other, *_ in fresh)]
     return trial.find(
-        RULES[0], "warning" if max(layers.values()) > 1 else "note", keys,
+        RULES[0], "warning" if is_whole else "note", keys,
         f"{', '.join(other.removesuffix('.weight') for other, *_ in fresh[:4])}{' …' if len(fresh) > 4 else ''}: the "
         f"largest singular value is {x:.2f} times that of random numbers, where the other layers have {usual:.2f}.",
         f"‖W‖₂ / σ(√m + √n) < {most[name]:.3g}, median of the other layers > {TRAINED:g}",

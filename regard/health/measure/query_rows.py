@@ -26,9 +26,10 @@ SEVERAL = 3  # tokens from which on one shared id, or one shared end, is no chan
 class MaskSummary:
     """What a mask shows: [B, N] keys that some query sees, [B, M] queries that see some key.
 
-    `anomalies` holds bool tensors on the device: "padding", a query of text sees padding; "ahead", "behind", causal but
-    for one key more, or less; "after", "from", a causal mask upside down, without or with the diagonal; "added", a mask
-    of 1 and 0 that is added to the scores; "text", the batch itself shows its padding and hides its text.
+    `anomalies` holds bool tensors on the device: "padding", a query of text sees padding; "opposite", and no text;
+    "ahead", "behind", causal but for one key more, or less; "after", "from", a causal mask upside down, without or with
+    the diagonal; "added", a mask of 1 and 0 that is added to the scores; "text", the batch itself shows its padding and
+    hides its text.
     """
 
     keys: Tensor
@@ -211,8 +212,10 @@ def _summarize_mask(mask: Tensor, batch: int, queries: int, keys: int, text: Ten
     found = MaskSummary(shown.any(1).expand(batch, keys), shown.any(2).expand(batch, queries), empty=empty)
     if text is not None:
         each = shown.expand(batch, queries, keys)
-        sees_padding = [(each[b] & text[b, :, None] & ~text[b]).any() for b in range(batch)]
-        found.anomalies["padding"] = torch.stack(sees_padding).any()
+        seen = [each[b] & text[b, :, None] for b in range(batch)]
+        sees_padding = torch.stack([(row & ~text[b]).any() for b, row in enumerate(seen)]).any()
+        sees_text = torch.stack([(row & text[b]).any() for b, row in enumerate(seen)]).any()
+        found.anomalies |= {"padding": sees_padding, "opposite": sees_padding & ~sees_text}
     if shown.shape[1] == keys == queries >= MIN_TRIANGLE:
         square = torch.ones(keys, keys, dtype=torch.bool, device=shown.device)
         diagonals = {"ahead": square.tril(1), "behind": square.tril(-1), "after": square.triu(1), "from": square.triu()}

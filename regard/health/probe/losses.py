@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.health.probe.labels import has_no_labels, loss_of, relate
 from regard.health.probe.task import GIVEN, LABELS, MASKED, NEXT, VISIBLE, Task, names_next_token
-from regard.health.tokens.text import TokenBatch
+from regard.health.tokens.text import TokenBatch, guess_pad
 
 if TYPE_CHECKING:
     from regard.health.probe.trial import Trial
@@ -118,7 +118,8 @@ class LossTasks:
         is_logits = output.ndim == 3 and output.shape[:2] == targets.shape and output.shape[-1] > int(targets.max())
         if not (is_logits and self.names_vocabulary(output)):
             return None
-        return Task(self.trial.probe, batches, kind, None, self.trial.pad, self.mask_token)
+        pad = guess_pad(targets) if self.trial.pad is None else self.trial.pad
+        return Task(self.trial.probe, batches, kind, None, pad, self.mask_token)
 
     def names_vocabulary(self, output: Tensor) -> bool:
         """True if the output's last axis can be the vocabulary: as many entries as some embedding has rows."""

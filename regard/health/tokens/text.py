@@ -258,6 +258,19 @@ def find_padding(ids: Tensor, pad: int, least: int = 3) -> Tensor:
     return ((left + right) > 0) & ~(is_pad.all(1, keepdim=True))
 
 
+def guess_pad(ids: Tensor) -> int | None:
+    """The token that fills rows up at their ends, in runs of other lengths, and stands nowhere else; None without one.
+
+    >>> from regard.health.tokens.text import guess_pad
+    >>> guess_pad(torch.tensor([[5, 6, 7, 0, 0, 0], [5, 6, 0, 0, 0, 0]]))
+    0
+    """
+    last = int(ids[:, -1].mode().values)
+    runs = (ids == last).flip(1).long().cumprod(1).sum(1)
+    is_pad = int((runs >= 3).sum()) > 1 and len(runs.unique()) > 1 and int((ids == last).sum()) == int(runs.sum())
+    return last if is_pad else None
+
+
 def exchange_tokens(ids: Tensor, where: Tensor, seed: int = 0) -> Tensor:
     """Returns ids in which every token at `where` [B, N] is another one of the same text; of [B, N, …], vectors."""
     if ids.is_floating_point() or ids.ndim > 2:

@@ -38,14 +38,14 @@ def test_an_unfaithful_layer_is_silent_and_left_alone(monkeypatch, long):
     monkeypatch.setattr(regard, "attention", lambda q, k, v, **options: right(1.05 * q, k, v, **options))
     seen = []
     module.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    report = examine(module, [x])
+    report = examine(module, [x], checks=False)
     assert report.heads == []
-    assert report.findings == []
     ((layer, reason),) = report.unmeasured
     assert layer == "0"
     assert "differs by" in reason
     assert len(seen) == (2 if long else 1)  # what went on rebuilt and was wrong is run again
     torch.testing.assert_close(seen[-1], own, rtol=0, atol=0)
+    assert examine(module, [x]).findings == []  # our fault is not the model's
 
 
 def test_nan_is_not_measured():

@@ -93,6 +93,8 @@ class Comparison:
         parts = [f"{said}{', '.join(names)}" for said, names in (("", worse), ("no more ", better)) if names]
         losses = [describe_loss_of(report) for report in (self.a, self.b)]
         beside = f"loss {losses[0]} → {losses[1]}" if all(losses) else ""
+        if gaps := [f"{letter} ({describe_gaps(one).strip(' ()')})" for letter, one in self._unfinished()]:
+            return "different", f"No verdict: {' and '.join(gaps)}."
         if not parts and not self.first_differences and not self.changed:
             return "same", "B is the same as A."
         word = "different" if bool(worse) == bool(better) else "worse" if worse else "better"
@@ -100,8 +102,16 @@ class Comparison:
         verb = "differs from A" if word == "different" else f"is {word} than A"
         return word, f"B {verb}: {'; '.join([*parts, beside] if beside else parts)}."
 
+    def _unfinished(self) -> list[tuple[str, dict[str, Any]]]:
+        """The reports that were interrupted, or have no heads where the other has some."""
+        both = (("A", self.a), ("B", self.b))
+        some = bool(self.a["heads"] or self.b["heads"])
+        return [(letter, one) for letter, one in both if one.get("interrupted") or (some and not one["heads"])]
+
     def _causes(self, changes: Sequence[FindingChange]) -> list[FindingChange]:
         """The changes that are causes and no notes."""
+        if self._unfinished():
+            return []  # what was not measured was not resolved
         told = {one["kind"] for report in (self.a, self.b) for one in report.get("diagnosis", report["findings"])}
         found = [one for report in (self.a, self.b) for one in report["findings"]]
         grave = {one["kind"] for one in found if one.get("severity") != "note"}
@@ -126,7 +136,8 @@ class Comparison:
             f"{letter}: {describe_name(name, report)}{describe_gaps(report)}"
             for letter, name, report in zip("AB", self.names, (self.a, self.b), strict=True)
         ]
-        for title, changes in (("New in B", self.new), ("Resolved in B", self.resolved)):
+        ended = "Not found in B, which is not whole" if self._unfinished() else "Resolved in B"
+        for title, changes in (("New in B", self.new), (ended, self.resolved)):
             told = self._causes(changes)  # by the verdict
             lines += [f"{title}: {describe_change(one)}" for one in changes if one not in told]
         lines += [f"Changed: {change}" for change in self.changed]

@@ -30,7 +30,7 @@ def test_examine_counts_batches_when_asked(capsys):
     regard.examine(model, [torch.randn(1, 6, 16)] * 2, progress=True)
     lines = capsys.readouterr().err.split("\r")
     told = [line for line in lines if line.startswith("examine: measuring batch")]
-    assert [line.split(" · ")[0] for line in (told[0], told[-1])] == [f"examine: measuring batch {n} of 2" for n in "12"]
+    assert "batch 1 of 2" in told[0] and "batch 2 of 2" in told[-1]
     assert any("checking" in line for line in lines) and lines[-1] == ""  # the line is wiped in the end
     regard.examine(model, [torch.randn(1, 6, 16)], progress=False)
     assert not capsys.readouterr().err

@@ -30,6 +30,12 @@ def has_bulk_copies(device: torch.device) -> bool:
 
 
 @cache
+def has_tensor_memory(device: torch.device) -> bool:
+    """True on compute capability 10.x, where products accumulate in a memory of their own, read back in copies."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 10
+
+
+@cache
 def has_packed_maximum(device: torch.device) -> bool:
     """True where one instruction compares two pairs of 16-bit floats (NVIDIA's from Ampere on)."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -106,5 +112,6 @@ def supports_float64(device: torch.device) -> bool:
 
 def clear() -> None:
     """Forget every fact, so that a test may pretend to be another device."""
-    for fact in (is_hopper, has_bulk_copies, has_packed_maximum, shared_memory, sm_count, triton_version):
+    facts = is_hopper, has_bulk_copies, has_tensor_memory, has_packed_maximum, shared_memory, sm_count, triton_version
+    for fact in facts:
         fact.cache_clear()

@@ -150,6 +150,22 @@ def test_blocks_fit_into_shared_memory(monkeypatch, memory, capability, width):
             assert 2 * width * (2 * stages * n + m) <= memory, (name, m, n, stages)
 
 
+@pytest.mark.parametrize("width", [64, 128])
+def test_statistics_beside_tensor_memory_take_smaller_blocks(monkeypatch, width):
+    """What an H200 takes needs 238,624 bytes on an sm_100, whose limit is 232,448 (tools/compile_cards.py)."""
+    monkeypatch.setattr(config, "has_large_shared_memory", lambda device: True)
+    monkeypatch.setattr(limits, "can_bulk_copy", lambda *tensors: True)
+    found = []
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 4096, width, device="cuda", dtype=torch.bfloat16)
+        problem = Problem(q, q, q, normalizers.get("softmax"), 1.0, stats=("entropy",))
+        for has_it in (False, True):
+            monkeypatch.setattr(config, "has_tensor_memory", lambda device, has_it=has_it: has_it)
+            _, n, _, how = config._choose_blocks(problem, "forward_online")
+            found.append((n, how["num_stages"]))
+    assert found == [(128, 3), (64, 2)]
+
+
 @pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
 @pytest.mark.parametrize(
     ("options", "warps"), [({}, 8), (dict(causal=True), 8), (dict(right=3), 8), (dict(left=64), 4)], ids=str

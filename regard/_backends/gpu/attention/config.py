@@ -19,7 +19,7 @@ from regard._backends.gpu.attention.forward import decode
 from regard._backends.gpu.attention.tiles import Config, Options, View
 from regard._call import philox
 from regard._call.problem import Problem
-from regard._facts.device import has_large_shared_memory
+from regard._facts.device import has_large_shared_memory, has_tensor_memory
 
 # (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
 HALF = {
@@ -216,6 +216,8 @@ def _choose_blocks(p: Problem, kernel: str, learns: bool = False, others: tuple 
         cut = any(x is not None for x in (p.interval, p.row_bias, p.bias, p.score))
         if kernel == "forward_online" and (p.mask is not None or (cut and p.stats)):
             n = min(n, 64)  # the loops over cut tiles take registers
+        if kernel == "forward_online" and p.stats and has_tensor_memory(p.q.device):
+            n, stages = min(n, 64), min(stages, 2)  # scores come back as copies in registers and shared memory
         if matrix or p.dropout_p > 0.0 or measured:
             m, n, warps, stages, bulk = min(m, 64), min(n, 32), 4, min(stages, 2), False  # more registers per score
     return m, n, bulk, dict(num_warps=warps, num_stages=stages)

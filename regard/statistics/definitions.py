@@ -2,7 +2,8 @@
 
 A new statistic is one entry of `DEFINITIONS` and a line of docs/statistics.md; torch and the CPU kernels compute it
 from `Row`, and reports show it. GPU kernels store it in `_backends/gpu/attention/statistics.py`. A new *sum* is also a
-field of `Row` and `State`, and a line of `_backends/cpu/attention/forward_rows.py`.
+field of `Row`, made in `state.py` and, of weights that somebody holds, in `dense.py`, and a line of
+`_backends/cpu/attention/forward_rows.py`.
 
 The functions below are written in the tile language (`regard.normalizers`).
 """
@@ -171,3 +172,4 @@ DEFINITIONS = dict(
         "How much gradient passes through the normaliser: the trace of its Jacobian.",
     ),
 )  # fmt: skip
+OF_LOGITS = ("max_logit", "mean_logit", "logit_variance", "logsumexp", "gradient_gain")  # which weights do not tell

@@ -14,8 +14,9 @@ from regard import normalizers
 from regard._facts.dtypes import widen
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
+from regard.statistics.definitions import OF_LOGITS, Row
 from regard.statistics.names import NAMES, ON_REQUEST, Statistics
-from regard.statistics.state import State
+from regard.statistics.state import State, finish_row
 from regard.statistics.terms import Terms, solve_shift
 
 
@@ -120,42 +121,38 @@ def of_weights(
     else:
         seen = ~(weights <= 0) if shown is None else shown  # a NaN is nothing hidden
     p = torch.where(seen, weights, 0.0)
-    stats = _of_shown(p, seen, choice, _positions(p))
+    row, none = _row_of_weights(p, seen, choice, _positions(p))
+    sick = p.isnan().any(-1, keepdim=True)
+    stats = finish_row(row, none, sick, [name for name in NAMES if name not in OF_LOGITS])
     gain = _gain_of_weights(p, choice, seen)
     if gain is not None:
-        stats["gradient_gain"] = gain.to(p.dtype).masked_fill(p.isnan().any(-1), math.nan)
+        stats["gradient_gain"] = gain.to(p.dtype).masked_fill(sick.squeeze(-1), math.nan)
     if scores is not None:
         logits = of_scores(scores, seen, normalizer)
-        for name in ("max_logit", "mean_logit", "logit_variance", "logsumexp", "gradient_gain"):
-            stats[name] = logits[name]
+        stats |= {name: logits[name] for name in OF_LOGITS}
     return Statistics({name: stats[name] for name in NAMES if name in stats})
 
 
-def _of_shown(p: Tensor, seen: Tensor, choice, rows: Tensor) -> dict[str, Tensor]:
-    """Statistics that follow from weights (…, Lq, n) alone: 0 in empty rows, NaN in rows with a NaN."""
-    mass = p.sum(-1, keepdim=True)
-    share = p / torch.where(mass > 0, mass, 1.0)
-    entropy = torch.xlogy(share, share.where(share > 0, 1.0)).sum(-1)
-    entropy = 0.0 - entropy.clamp_max(0.0)  # 0, not −0, for a one-hot row
-    n = seen.sum(-1)
-    alive = mass.squeeze(-1) > 0
+def _row_of_weights(p: Tensor, seen: Tensor, choice, rows: Tensor) -> tuple[Row, Tensor]:
+    """What statistics are finished from, of weights p (…, n) themselves: Z = 1; and which rows see no key."""
+    n = seen.sum(-1, keepdim=True)
     keys = torch.arange(p.shape[-1], device=p.device, dtype=p.dtype)
-    square = (share * share).sum(-1)
-    top = p.amax(-1) if p.shape[-1] else torch.zeros_like(entropy)
-    first = torch.where(seen, keys, math.inf).amin(-1, keepdim=True) if p.shape[-1] else mass
-    stats = dict(
-        visible_keys=n.to(p.dtype),
-        mass=mass.squeeze(-1),
-        entropy=entropy,
-        effective_keys=torch.where(alive, entropy.exp(), 0.0),
-        participation=torch.where(alive, 1.0 / torch.where(alive, square, 1.0), 0.0),
-        max_weight=top,
-        support=((p > 0) if choice.sparse else seen).sum(-1).to(p.dtype),
-        distance=(share * (rows - keys).abs()).sum(-1),
-        first_key_mass=torch.where(keys == first, share, 0.0).sum(-1),
-    )
-    sick = p.isnan().any(-1)
-    return {name: x if name == "visible_keys" else x.masked_fill(sick, math.nan) for name, x in stats.items()}
+    top = p.amax(-1, keepdim=True) if p.shape[-1] else p.sum(-1, keepdim=True)
+    alive = top > 0
+    unit = torch.where(alive, top, 1.0)
+    below = (p / unit).masked_fill(p >= top, 0.0)  # u / u_max, without the maximum
+    ties = (seen & (p >= top)).sum(-1, keepdim=True).to(p.dtype)
+    first = torch.where(seen, keys, math.inf).amin(-1, keepdim=True) if p.shape[-1] else top
+    zero = torch.zeros_like(top)
+    row = Row(
+        n=n.to(p.dtype), top=zero, mean=zero, m2=zero, ties=ties, u=unit,
+        others=below.sum(-1, keepdim=True), lower=torch.xlogy(below, below.where(below > 0, 1.0)).sum(-1, keepdim=True),
+        squares=ties + (below * below).sum(-1, keepdim=True), far=(p * (rows - keys).abs()).sum(-1, keepdim=True),
+        first=torch.where(keys == first, p, 0.0).sum(-1, keepdim=True),
+        weighing=((p > 0) if choice.sparse else seen).sum(-1, keepdim=True).to(p.dtype),
+        inverse=torch.ones_like(top), largest=top, gain=zero, lse=zero, alive=alive,
+    )  # fmt: skip
+    return row, n == 0
 
 
 def _by_definition(scores: Tensor, seen: Tensor, choice, theta, rows: Tensor, names, dtype) -> Statistics:
@@ -166,19 +163,18 @@ def _by_definition(scores: Tensor, seen: Tensor, choice, theta, rows: Tensor, na
     s = widen(scores.detach()).masked_fill(~seen, 0.0)
     lost = (seen & ~(s < math.inf)).any(-1)
     p = choice.reference(s, seen, theta).masked_fill(lost[..., None], math.nan)
-    stats = _of_shown(p, seen, choice, widen(rows))
-    n = seen.sum(-1)
-    mean = s.sum(-1) / n.clamp_min(1)
-    hidden = s.masked_fill(~seen, -math.inf)
-    stats |= dict(
-        mean_logit=mean,
-        logit_variance=((s - mean[..., None]) ** 2).masked_fill(~seen, 0.0).sum(-1) / n.clamp_min(1),
-        logsumexp=torch.logsumexp(hidden, -1),
+    row, none = _row_of_weights(p, seen, choice, widen(rows))
+    hidden, mean = s.masked_fill(~seen, -math.inf), s.sum(-1, keepdim=True) / row.n.clamp_min(1)
+    row = row._replace(
+        top=hidden.amax(-1, keepdim=True) if s.shape[-1] else row.top,
+        mean=mean,
+        m2=((s - mean) ** 2).masked_fill(~seen, 0.0).sum(-1, keepdim=True),
+        lse=torch.logsumexp(hidden, -1, keepdim=True),
     )
-    if "gradient_gain" in names:
-        stats["gradient_gain"] = _trace(s.masked_fill(lost[..., None], 0.0), seen, choice, theta)
-    stats = {name: x if name == "visible_keys" else x.masked_fill(lost, math.nan) for name, x in stats.items()}
-    stats["max_logit"] = hidden.amax(-1) if s.shape[-1] else torch.full_like(mean, -math.inf)
+    stats = finish_row(row, none, lost[..., None])
+    if "gradient_gain" in names:  # of a falling map it is negative
+        trace = _trace(s.masked_fill(lost[..., None], 0.0), seen, choice, theta)
+        stats["gradient_gain"] = trace.masked_fill(lost, math.nan)
     if "top_key" in names:
         stats["top_key"] = _top_key(p, seen).masked_fill(lost, math.nan)
     return Statistics({name: stats[name].to(dtype) for name in (*NAMES, *ON_REQUEST) if name in names})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -107,13 +108,7 @@ class State:
             squares=ties + self.square / square.masked_fill(square == 0, 1.0), far=self.distance, first=self.first_u,
             weighing=self.support, inverse=inverse, largest=u * inverse, gain=gain, lse=lse, alive=alive,
         )  # fmt: skip
-        lost = ~(self.top < math.inf)  # a NaN or +inf among the logits: there are no weights to describe
-        values = {}
-        for name, one in DEFINITIONS.items():
-            x = SPOKEN[name](row)
-            x = x if one.of_sick else x.masked_fill(lost, math.nan)
-            values[name] = torch.where(none, one.bare, x).squeeze(-1)
-        return values
+        return finish_row(row, none, lost=~(self.top < math.inf))
 
     def _sharpness(self, terms: Terms, choice, sink, none, at_max, lse) -> tuple[Tensor, Tensor, Tensor]:
         """(1/Z, tr ∂p/∂s, log Z); the gain from products of two terms that are not both the maximum's: none cancels."""
@@ -147,6 +142,17 @@ class State:
             inverse = torch.ones_like(u)
             gain = ties * du + self.slope
         return inverse, gain, lse
+
+
+def finish_row(row: Row, none: Tensor, lost: Tensor, names: Iterable[str] = tuple(DEFINITIONS)) -> dict[str, Tensor]:
+    """The statistics of rows; `none` sees no key, and `lost` has a NaN or +inf, so no weights to describe."""
+    values = {}
+    for name in names:
+        one = DEFINITIONS[name]
+        x = SPOKEN[name](row)
+        x = x if one.of_sick else x.masked_fill(lost, math.nan)
+        values[name] = torch.where(none, one.bare, x).squeeze(-1)
+    return values
 
 
 def _xlogx(u: Tensor) -> Tensor:

@@ -14,11 +14,6 @@ tensor([[[0.4343]]])
 torch.Size([1, 2, 5, 4])
 """
 
-from regard.temperature.adaptive import Adaptive
-from regard.temperature.asentmax import ASEntmax
-from regard.temperature.fixed import Fixed
-from regard.temperature.learned import Learned
-from regard.temperature.query_dependent import QueryDependent
-from regard.temperature.ssmax import SSMax
+from regard.temperature.policies import Adaptive, ASEntmax, Fixed, Learned, QueryDependent, SSMax
 
 __all__ = ["ASEntmax", "Adaptive", "Fixed", "Learned", "QueryDependent", "SSMax"]

@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.temperature.adaptive import Adaptive
-from regard.temperature.asentmax import ASEntmax
-from regard.temperature.learned import Learned
-from regard.temperature.query_dependent import QueryDependent
-from regard.temperature.ssmax import SSMax
+from regard.temperature.policies import Adaptive, ASEntmax, Learned, QueryDependent, SSMax
 
 NAMES = ("learned", "ssmax", "adaptive", "query_dependent", "asentmax")
 SIZED = dict(

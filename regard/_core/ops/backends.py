@@ -12,7 +12,7 @@ from torch._C import _len_torch_function_stack
 from torch.autograd import forward_ad
 
 ROWS = {"cpu": "regard._backends.cpu.rows.launch", "triton": "regard._backends.gpu.rows.launch"}
-LOSSES = {"cpu": "regard._backends.cpu.losses.launch", "triton": "regard._backends.gpu.losses.launch"}
+LOSSES = {"cpu": "regard._backends.cpu.losses", "triton": "regard._backends.gpu.losses.launch"}
 ATTENTION = {"cpu": "regard._backends.cpu.attention.launch", "triton": "regard._backends.gpu.attention.launch"}
 
 

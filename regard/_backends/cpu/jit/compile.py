@@ -244,7 +244,7 @@ def _real_call(value: float) -> ast.Call:
 
 @functools.cache
 def _primitives_hash() -> str:
-    names = "primitives.py", "intrinsics.py", "vectors.py"
+    names = "primitives.py", "intrinsics.py"
     sources = b"".join((Path(__file__).parent / name).read_bytes() for name in names)
     return hashlib.sha256(sources).hexdigest()[:16]
 

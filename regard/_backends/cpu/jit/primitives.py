@@ -20,18 +20,16 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from regard._backends.cpu.jit.intrinsics import (  # noqa: F401
     accumulate,
     bits,
+    compress,
+    compress_index,
     from_bits,
     maximum,
     minimum,
-    where,
-)
-from regard._backends.cpu.jit.vectors import (  # noqa: F401
-    compress,
-    compress_index,
     side_begin,
     side_interleave,
     side_maximum,
     side_moments,
+    where,
 )
 from regard.statistics.definitions import Row  # noqa: F401
 

@@ -1,1 +1,0 @@
-"""Fenchel–Young losses of rows on a CPU."""

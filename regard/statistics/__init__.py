@@ -30,7 +30,6 @@ from regard.statistics.names import (  # noqa: F401  # the names outside `__all_
     stack,
     with_gradient_inputs,
 )
-from regard.statistics.state import State  # noqa: F401
-from regard.statistics.terms import Terms, solve_shift  # noqa: F401
+from regard.statistics.state import State, Terms, solve_shift  # noqa: F401
 
 __all__ = ["NAMES", "Statistics", "of_scores", "of_weights"]

@@ -16,8 +16,7 @@ from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
 from regard.statistics.definitions import OF_LOGITS, Row
 from regard.statistics.names import NAMES, ON_REQUEST, Statistics
-from regard.statistics.state import State, finish_row
-from regard.statistics.terms import Terms, solve_shift
+from regard.statistics.state import State, Terms, finish_row, solve_shift
 
 
 def of_scores(

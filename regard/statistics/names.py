@@ -14,6 +14,9 @@ from regard.statistics.definitions import DEFINITIONS
 
 NAMES = tuple(DEFINITIONS)
 ON_REQUEST = ("top_key",)  # by name only: the reference computes them, no fused kernel does
+COLUMNS = ("least", "median", "mean", "largest")  # of the table that a notebook shows
+LEFT = "text-align: left; font-weight: normal"
+RIGHT = "text-align: right; padding-left: 1.5em"
 DIFFERENTIABLE = ("logit_variance", "logsumexp", "entropy")  # of the softmax family
 
 
@@ -86,12 +89,32 @@ class Statistics(MutableMapping):
 
     def _repr_html_(self) -> str:
         """A table of least, median, mean and largest, as notebooks show it."""
-        from regard.statistics.html_table import make_table
-
-        return make_table(self)
+        return _make_table(self)
 
     def __reduce__(self) -> tuple:
         return Statistics, (dict(self),)
+
+
+def _summarize(values: Tensor) -> list[str]:
+    """Return least, median, mean and largest of the finite values as text; "–" if there is none."""
+    finite = values.detach().double().cpu().flatten()
+    finite = finite[finite.isfinite()]
+    if not finite.numel():
+        return ["–"] * len(COLUMNS)
+    return [f"{float(x):.4g}" for x in (finite.min(), finite.median(), finite.mean(), finite.max())]
+
+
+def _make_table(stats: Mapping[str, Tensor]) -> str:
+    """Return one line per statistic: its name, and four numbers over all rows of queries."""
+    rows = [("statistic", *COLUMNS), *((name, *_summarize(values)) for name, values in stats.items())]
+    lines = "".join(_make_row(*row) for row in rows)
+    shape = next((" × ".join(map(str, values.shape)) for values in stats.values()), "0")
+    return f"<table><caption>Statistics of {shape} rows</caption>{lines}</table>"
+
+
+def _make_row(name: str, *cells: str) -> str:
+    numbers = "".join(f"<td style='{RIGHT}'>{cell}</td>" for cell in cells)
+    return f"<tr><th style='{LEFT}'>{name}</th>{numbers}</tr>"
 
 
 # so that torch.func and torch.export take what attention returns; the names are the tree's

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from regard._call.problem import Forward, Gradients, Problem, Upstream
-from regard.parallel.gradients import RowGradients, slice_upstream
 from regard.parallel.group import pack, unpack
 from regard.parallel.layout import count_positions, locate_spans
+from regard.parallel.merge import RowGradients, slice_upstream
 from regard.parallel.plan import Plan
 
 

@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from regard._call.problem import Gradients, Upstream, Whole
-from regard.parallel.gradients import KeyGradients, RowGradients, slice_rows, slice_upstream
 from regard.parallel.group import pack, unpack
 from regard.parallel.layout import count_positions
-from regard.parallel.merge import Total, merge_pairs
+from regard.parallel.merge import KeyGradients, RowGradients, Total, merge_pairs, slice_rows, slice_upstream
 from regard.parallel.plan import Plan
 
 

@@ -13,9 +13,8 @@ from dataclasses import replace
 import torch
 
 from regard._call.problem import Gradients, Part, Problem, Upstream, Whole
-from regard.parallel.gradients import KeyGradients, RowGradients, slice_rows, slice_upstream
 from regard.parallel.group import RankGroup, pack, unpack
-from regard.parallel.merge import Total, merge_pairs
+from regard.parallel.merge import KeyGradients, RowGradients, Total, merge_pairs, slice_rows, slice_upstream
 from regard.parallel.plan import Plan
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from regard._backends.cpu.attention import backward_rows, families, finish, forward_rows, tangent_rows
+from regard._backends.cpu.attention import backward_rows, families, finish, forward_rows
 from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel
 from regard.normalizers import Normalizer, Ratio, Threshold
 from regard.normalizers._families import nothing
@@ -70,12 +70,6 @@ def backward_kernel(normalizer: Normalizer, precision: str, stat_gradients: bool
 def part_kernel(normalizer: Normalizer, precision: str) -> Callable:
     """The backward kernel of a part of the keys, where the whole row's m, Z and δ are known."""
     return template_kernel(normalizer, precision, backward_rows.backward_part, stat_gradients=False)
-
-
-@cache_by_normalizer
-def tangent_kernel(normalizer: Normalizer, precision: str) -> Callable:
-    """The kernel that turns logits and their tangents into weights and theirs."""
-    return template_kernel(normalizer, precision, tangent_rows.write_tangents)
 
 
 def template_kernel(normalizer: Normalizer, precision: str, template: FunctionType, **flags: Any) -> Callable:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from regard.health.comparing.blocks import Pairing
 from regard.health.comparing.causes.attention import explain_attention
+from regard.health.comparing.causes.dependence import explain_dependence
 from regard.health.comparing.causes.generic import explain_generally, explain_numbers, explain_shapes
 from regard.health.comparing.causes.glue import explain_glue
 from regard.health.comparing.causes.guesses import Pair
@@ -16,7 +19,9 @@ from regard.health.comparing.causes.queries import explain_inputs, explain_turne
 from regard.health.comparing.causes.trial import EXACT, Trial, exchange_letters, is_vague
 from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Run
+from regard.health.measure.batches import is_function
 from regard.health.models.loading import describe_error
+from regard.health.tokens.text import as_batch
 
 LAST = (
     "The layers agree; the difference is after the last attention: its output projection, the last MLP, the final norm "
@@ -39,6 +44,8 @@ class Case:
     changes: dict[Key, float]
     budgets: dict[Key, float]
     size: float
+    own: Run  # B on its own inputs
+    batch: Any
 
     def numbers(self) -> dict[str, float]:
         """Factors that the configurations may bring in, by name."""
@@ -80,6 +87,10 @@ def explain_place(case: Case, key: Key) -> tuple[str, bool, list[str]]:
         tried += [name for name in more if name not in tried]
         if other is not None and (sentence is None or not is_vague(other)):
             sentence = exchange_letters(other)
+    if is_vague(sentence) and not is_function(case.batch):
+        depends, more = _find_dependence(case, key)
+        tried += [f"dependence on {name}" for name in more]
+        sentence = sentence if depends is None else f"{depends} {sentence or ''}".strip()
     if sentence is not None:
         return sentence, True, tried
     return _say_unknown(case, key, tried), False, tried
@@ -90,6 +101,14 @@ def _try_causes(case: Case, key: Key) -> tuple[str | None, list[str]]:
         return _find_cause(case, key)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # where it differs is known
         return None, [f"an explanation that failed ({describe_error(error)})"]
+
+
+def _find_dependence(case: Case, key: Key) -> tuple[str | None, list[str]]:
+    own = key._replace(part="attention") if key.part in ("mask", "scores") else key
+    keys = own, case.pairing.counterpart(own)
+    device = next((p.device for p in case.models[0].parameters()), torch.device("cpu"))
+    given = as_batch(case.batch, device, case.models[0])
+    return explain_dependence(case.models, (case.a, case.own), keys, given, case.budget(own))
 
 
 def _find_cause(case: Case, key: Key) -> tuple[str | None, list[str]]:

@@ -224,7 +224,8 @@ def _rearranged(one: Compared) -> str | None:
 def _refine(one: Compared, found: list[Key]) -> tuple[Case, Key | None, list[Key]]:
     """The first place inside a block that differs, with every module given A's input; and all such places."""
     changes, budgets, run = one.changes, one.budgets, one.forced
-    agree = {key.module for key in one.changes if key.part == "out" and key not in beyond(one.changes, one.budgets)}
+    apart = set(beyond(one.changes, one.budgets))
+    agree = {(key.module, key.use) for key in one.changes if key.part == "out" and key not in apart}
     if one.pairing.same_code:
         a, b = one.models
         force = one.pairing.forced(one.runs[0], everywhere=True)
@@ -238,7 +239,7 @@ def _refine(one: Compared, found: list[Key]) -> tuple[Case, Key | None, list[Key
     bad = {None, *(one.pairing.block_of(key) for key in found)}
     keys = [key for key in beyond(changes, budgets) if one.pairing.block_of(key) in bad]
     keys = [key for key in keys if not _is_benign(one, key, agree, changes, budgets)]
-    case = Case(one.models, one.runs[0], run, one.pairing, changes, budgets, one.size)
+    case = Case(one.models, one.runs[0], run, one.pairing, changes, budgets, one.size, one.runs[1], one.batch)
     return case, keys[0] if keys else None, keys
 
 
@@ -256,7 +257,9 @@ def _chooses(one: Compared, found: list[Key]) -> bool:
     return True
 
 
-def _is_benign(one: Compared, key: Key, agree: set[str], changes: dict[Key, float], budgets: dict[Key, float]) -> bool:
+def _is_benign(
+    one: Compared, key: Key, agree: set[tuple[str, int]], changes: dict[Key, float], budgets: dict[Key, float]
+) -> bool:
     """Does a place differ in a way that what comes of it does not show?"""
     index = one.pairing.block_of(key)
     if index is not None:
@@ -265,7 +268,7 @@ def _is_benign(one: Compared, key: Key, agree: set[str], changes: dict[Key, floa
         holder = one.pairing.blocks[0][index]
         for name in inside:
             holder = f"{holder}.{name}"
-            if holder in agree:
+            if (holder, key.use) in agree:
                 return True
     if key.part in CALL_PARTS:
         last = key._replace(part="attention")

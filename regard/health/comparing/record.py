@@ -15,7 +15,7 @@ from regard.health.capture.call import Call
 from regard.health.capture.interception import Interception, as_written
 from regard.health.comparing.scores import Kept, perturb_scores
 from regard.health.measure.batches import evaluation_mode, is_function
-from regard.health.tokens.text import as_batch
+from regard.health.tokens.text import TokenBatch, as_batch
 
 CALL_PARTS = ("q", "k", "v", "mask", "scores", "attention")  # of an attention call, in the order of computation
 MORE = 3  # tensors of one output that are kept
@@ -185,20 +185,22 @@ def record(
 ) -> Run:
     """Run the model on one batch, or call a function with it, without gradients, and return what it computed.
 
-    It runs in evaluation mode, or `as_given`. Its random numbers are those of `seed`; the caller's are left alone.
+    It runs in evaluation mode, or `as_given`, with gradients as in training. Its random numbers are those of `seed`;
+    the caller's are left alone.
     """
     model = as_written(model)
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     recorder = Recorder(model, force, noise, seed)
     modules = [] if as_given else list(model.named_modules())
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluation_mode(modules), torch.no_grad(), recorder.active() as run:
+    gradients = torch.set_grad_enabled(as_given)
+    with torch.random.fork_rng(devices), evaluation_mode(modules), gradients, recorder.active() as run:
         torch.manual_seed(seed)
         if is_function(batch):
             run.result = batch(model)
         else:
-            given = as_batch(batch, device, model)
-            run.real = find_real(batch)
+            given = batch if isinstance(batch, TokenBatch) else as_batch(batch, device, model)
+            run.real = find_real(given)
             run.result = model(*given.args, **given.named)
         if ("out", "", 0) not in run.points:
             for number, x in enumerate(_tensors_of(run.result)[:1]):
@@ -206,7 +208,7 @@ def record(
     return run
 
 
-def find_real(batch: Any) -> Tensor | None:
+def find_real(given: TokenBatch) -> Tensor | None:
     """True at the tokens [B, N] that a batch's mask of two dims shows; None without one."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    mask = given.named.get("attention_mask")
     return mask.bool().cpu() if isinstance(mask, Tensor) and mask.ndim == 2 else None

@@ -102,8 +102,20 @@ def _say_bias(a: Kept, b: Kept) -> str:
     x, y = (one.bias.expand(one.shape)[shown] for one in (a, b) if one.bias is not None)
     f = fit_factor(x, y)
     if float((y - f * x).norm()) < 1e-3 * float(y.norm()):
-        return f"B's bias on the scores is {f:.4g} times A's."
+        sign = ": the other sign of the distance (ALiBi)" if abs(f + 1) < 1e-3 else ""
+        return f"B's bias on the scores is {f:.4g} times A's{sign}."
+    each = _fit_heads(a, b, shown)
+    if each is not None:
+        return f"B's bias on the scores is {', '.join(f'{x:.4g}' for x in each)} times A's by head: other slopes."
     return "The biases on the scores differ (relative positions, ALiBi slopes or an additive mask)."
+
+
+def _fit_heads(a: Kept, b: Kept, shown: Tensor) -> list[float] | None:
+    """A number per head that takes A's bias to B's; None if there is none."""
+    x, y = (one.bias.expand(one.shape).masked_fill(~shown, 0.0) for one in (a, b) if one.bias is not None)
+    each = (x * y).sum((0, 2, 3)) / x.square().sum((0, 2, 3)).clamp_min(1e-30)
+    left = (y - each[:, None, None] * x).norm()
+    return each.tolist() if float(left) < 1e-3 * float(y.norm()) else None
 
 
 def _cap(cap: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 
 import torch
@@ -88,11 +89,11 @@ def explain_shapes(trial: Trial) -> None:
                 if change(x, y.narrow(axes[0], start, x.shape[axes[0]])) <= trial.tolerance:
                     trial.found.append((f"{said}: {one}'s are {other}'s from place {start} of axis {axes[0]} on.", 0.0))
                     return
-    trial.found.append((f"{said}.", 0.0))
+    trial.found.append((f"{said}, and neither holds the other's numbers.", 0.0))
 
 
 def explain_numbers(trial: Trial) -> None:
-    """Try how whole numbers [B, N], positions or ids, follow from others: an offset for all, or one per sequence."""
+    """Try how whole numbers, positions [B, N] or buckets [N, N], follow from others: an offset, another law."""
     a, b = trial.a.double(), trial.b.double()
     by = b - a
     first = by.flatten()[:1]
@@ -110,8 +111,40 @@ def explain_numbers(trial: Trial) -> None:
             "its rows are A's columns in B: queries and keys are exchanged, and distances have the opposite sign."
         ))  # fmt: skip
     trial.explains("sign", -a, "its numbers have the other sign in B.")
+    _try_buckets(trial)
     if not trial.found:
         _try_orders(trial, a, b)
+
+
+def _try_buckets(trial: Trial) -> None:
+    """Distances j − i [M, N] in T5's buckets: one for each short distance, then as many by their logarithm."""
+    if trial.a.ndim < 2 or trial.a.shape != trial.b.shape or trial.a.shape[-2] < 2:
+        return
+    found: list[list[tuple]] = [[], []]
+    queries, keys = trial.a.shape[-2:]
+    distance = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
+    for law in itertools.product((True, False), (4, 8, 16, 32, 64, 128), (8, 16, 20, 32, 64, 128, 256, 512)):
+        buckets = _bucket(distance, *law).expand(trial.a.shape)
+        for one, x in zip(found, (trial.a, trial.b), strict=True):
+            if torch.equal(buckets, x.long()):
+                one.append(law)
+    if found[0] and found[1]:
+        a, b = min(itertools.product(*found), key=lambda pair: sum(x != y for x, y in zip(*pair, strict=True)))
+        words = ({True: "both directions", False: "earlier keys alone"}.get, "{} buckets".format, "up to {}".format)
+        said = [(str(say(x)), str(say(y))) for say, x, y in zip(words, a, b, strict=True) if x != y]
+        both = " and ".join(f"{', '.join(one)} in {name}" for one, name in zip(zip(*said, strict=True), "AB", strict=True))
+        trial.explains("buckets", trial.b, f"relative positions have other buckets: {both}.")
+
+
+def _bucket(distance: Tensor, both: bool, count: int, most: int) -> Tensor:
+    first = 0
+    if both:
+        count //= 2
+        first = (distance > 0) * count
+    d = distance.abs() if both else (-distance).clamp_min(0)
+    exact = count // 2
+    far = exact + ((d / exact).clamp_min(1).log() / math.log(max(most / exact, 1.001)) * (count - exact)).long()
+    return first + torch.where(d < exact, d, far.clamp_max(count - 1))
 
 
 def _say_weight(ratio: Tensor) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard.health.comparing.causes.masks import other_masks
+from regard.health.comparing.causes.masks import explain_masks, other_masks
 from regard.health.comparing.causes.trial import EXACT, fit_factor, name_factor, round_through
 from regard.health.comparing.difference import change
 from regard.health.comparing.scores import Kept
@@ -87,6 +87,7 @@ def _scales(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
     f = fit_scalar(lambda f: a.weigh(f * s) @ v, target)
     said = f"logits × {f:.4f}{name_factor(f, pair.width or a.q.shape[-1], pair.numbers)} in B: the scale is another."
     yield "logits × a factor", a.weigh(f * s) @ v, said
+    yield "equal weights", a.weigh(0.0 * s) @ v, "B weighs all visible keys alike: its logits are lost, or all equal."
 
 
 def _caps(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
@@ -128,7 +129,7 @@ def _masks(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
         if bool((shown == seen).all()) or float(shown.any(-1).double().mean()) < 0.5:
             continue
         o = torch.where(shown.any(-1, keepdim=True), a.weigh(s, shown) @ v, target)  # empty rows tell nothing
-        yield "mask", o, f"The masks differ: B's output is that of {name}."
+        yield "mask", o, f"The masks differ: {_say_mask(pair, seen, shown, name)}."
     p = a.weigh(s, torch.ones_like(seen)).masked_fill(~seen, 0.0)
     yield "mask after the softmax", p @ v, "B masks the weights after the softmax, so that rows no longer sum to 1."
     every, size = torch.ones_like(seen), -float(s.abs().max())
@@ -136,9 +137,14 @@ def _masks(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
     added: Callable = lambda c: a.weigh(s + c * ~seen, every) @ v  # noqa: E731
     for c in (0.0, fit_scalar(put, target, size)):
         yield "finite masks", put(c), f"B gives hidden keys {c:.4g} in the place of −∞: they keep a weight."
-    for c in (1.0, -1.0, fit_scalar(added, target, size)):
+    for c in (1.0, -1.0, -1e3, -1e4, -1e9, fit_scalar(added, target, size)):
         said = f"B adds {c:.4g} to the logits of hidden keys in the place of −∞: they keep a weight."
         yield "finite masks", added(c), said
+
+
+def _say_mask(pair: Pair, seen: Tensor, shown: Tensor, name: str) -> str:
+    said = "pairs of query" if pair.a.positions is not None else explain_masks(seen, shown, pair.real)
+    return f"B's output is that of {name}" if "pairs of query" in said else said
 
 
 def _first_rows(pair: Pair, target: Tensor) -> list[int]:

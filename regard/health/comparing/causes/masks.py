@@ -85,10 +85,19 @@ def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> str:
             return f"A's is B's with queries and keys exchanged{where}"
         if near := _describe_distances(a, b, differs):
             return near + where
+    for by in (1, -1):
+        if _is_moved(a, b, by):
+            return f"B hides the keys one place {'behind' if by > 0 else 'before'} those that A hides{where}"
     if texts[0] != texts[1] and where == "":
         return f"A's queries see {texts[0]}, B's {texts[1]}"
     more, fewer = int((b & ~a & differs).sum()), int((a & ~b & differs).sum())
     return f"B shows {more} pairs of query and key{where} that A hides, and hides {fewer} that it shows"
+
+
+def _is_moved(a: Tensor, b: Tensor, by: int) -> bool:
+    """Is b the mask a with its keys some places on? What comes in at the end is left aside."""
+    inner = slice(1, None) if by > 0 else slice(None, -1)
+    return a.shape[-1] > 2 and torch.equal(a.roll(by, -1)[..., inner], b[..., inner])
 
 
 def _describe_distances(a: Tensor, b: Tensor, differs: Tensor) -> str:

@@ -208,28 +208,34 @@ def _try_axes(trial: Trial, x: Tensor) -> None:
 
 
 def _try_norms(trial: Trial, x: Tensor, weight: Tensor, bias: Tensor | None, own: float | None) -> None:
-    offset = torch.zeros(()) if bias is None else bias.detach().double().cpu()
+    made = list(_list_norms(x, weight, bias, own))
+    said = next((what for what, y in made if _near(y, trial.a)), "another formula")
+    for what, y in made:
+        trial.explains("formula of the norm", y, f"B computes {what} where A computes {said}.")
+    trial.explains("norm left out", x, "B leaves out this norm.")
+    trial.explains("norm left out", x * weight, "B multiplies by the norm's weight without norming.")
+
+
+def _list_norms(x: Tensor, weight: Tensor, bias: Tensor | None, own: float | None) -> Iterator[tuple[str, Tensor]]:
+    """(what it is, the output) of every norm that the module may be; `own` is its ε."""
     weights = {"its weight": weight, "1 + its weight": 1 + weight, "no weight": torch.ones_like(weight)}
     first = EPSILONS[3] if own is None else own
     cases: list[tuple[float, Any, str]] = [(first, -1, ""), *((one, -1, "") for one in EPSILONS if one != own)]
     if x.ndim == 3:
         cases += [(first, 1, " over the tokens"), (first, 0, " over the batch"), (first, (0, 1), " over all tokens")]
     for epsilon, dim, over in cases:
-        centred = x - x.mean(dim, keepdim=True)
-        of = "" if epsilon == own else f", ε = {epsilon:g} where A has {own if own is None else f'{own:g}'}"
-        for kind, y in (("an RMS norm", x), ("a LayerNorm", centred)):
+        of = "" if epsilon == own else f", ε = {epsilon:g}"
+        for kind, y in (("an RMS norm", x), ("a LayerNorm", x - x.mean(dim, keepdim=True))):
             size = y.square().mean(dim, keepdim=True)
             scales = {"": (size + epsilon).rsqrt()}
             if epsilon == first:
                 scales |= {", ε beside the deviation": 1 / (size.sqrt() + epsilon)}
                 scales |= {", of the unbiased deviation": 1 / (x.std(dim, keepdim=True) + epsilon)}
             for (how, scale), (name, value) in itertools.product(scales.items(), weights.items()):
-                sentence = f"B computes {kind}{over} with {name}{how}{of}."
-                trial.explains("formula of the norm", y * scale * value + offset, sentence)
+                normed, what = y * scale * value, f"{kind}{over} with {name}{how}{of}"
                 if bias is not None:
-                    trial.explains("formula of the norm", y * scale * value, sentence[:-1] + " and no bias.")
-    trial.explains("norm left out", x, "B leaves out this norm.")
-    trial.explains("norm left out", x * weight, "B multiplies by the norm's weight without norming.")
+                    yield what, normed + bias.detach().double().cpu()
+                yield what + (" and no bias" if bias is not None else ""), normed
 
 
 def _epsilon_of(module: nn.Module) -> float | None:

@@ -1,0 +1,135 @@
+"""What a place depends on in one model and not in the other: later tokens, padding, other rows or documents, a text.
+
+Part of the batch is changed, both models run again, and the place is looked at where nothing was changed. A cause that
+no formula on A's tensors gives is told by this: a leak from later tokens, padding that is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard.health.comparing.difference import as_rows, change
+from regard.health.comparing.record import Key, Run, record
+from regard.health.tokens.forms import is_ids
+from regard.health.tokens.text import TokenBatch
+
+EXACT = 1e-5  # relative: what is changed elsewhere moves a place by less
+
+
+class Probe(NamedTuple):
+    """One change of the batch, and where a tensor [B, N, …] must not follow it."""
+
+    name: str
+    sentence: str  # {one} depends on it, {other} does not
+    batch: TokenBatch
+    pick: Callable[[Tensor], Tensor | None]  # the unchanged part; None for a tensor of another form
+    back: Callable[[Tensor], Tensor] = lambda x: x  # from the changed run's rows to the first run's
+
+
+def explain_dependence(
+    models: tuple[nn.Module, nn.Module], runs: tuple[Run, Run], keys: tuple[Key, Key], given: TokenBatch, budget: float
+) -> tuple[str | None, list[str]]:
+    """(what one model's place depends on and the other's does not, or None; what was tried)."""
+    tried = []
+    for probe in make_probes(given, runs[0].real):
+        follows = [_follows(*one, probe, budget) for one in zip(models, runs, keys, strict=True)]
+        if None in follows:
+            continue
+        tried.append(probe.name)
+        if follows[0] != follows[1]:
+            one, other = "AB" if follows[0] else "BA"
+            return probe.sentence.format(one=one, other=other), tried
+    return None, tried
+
+
+def _follows(model: nn.Module, run: Run, key: Key, probe: Probe, budget: float) -> bool | None:
+    """Does a place change with what the probe changes elsewhere? None if it cannot be told."""
+    before = run.points.get(key)
+    if before is None:
+        return None
+    try:
+        after = record(model, probe.batch).points.get(key)
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return None  # the model takes no such batch
+    if after is None or after.shape != before.shape or not before.is_floating_point():
+        return None
+    x, y = probe.pick(as_rows(before, key.part)), probe.pick(probe.back(as_rows(after, key.part)))
+    if x is None or y is None or not x.numel():
+        return None
+    return not change(x, y) <= max(budget, EXACT)
+
+
+def make_probes(given: TokenBatch, real: Tensor | None) -> Iterator[Probe]:
+    """The changes that a batch allows."""
+    ids = given.targets if is_ids(given.targets) else None
+    rows = given.count
+    if ids is not None and len(ids.unique()) > 1:
+        at = ids.shape[1] // 2 | 1  # odd, so that no chunk ends here
+        later = (torch.arange(ids.shape[1]) >= at).expand(ids.shape)
+        yield Probe(
+            "later tokens", "a token depends on later tokens in {one} and does not in {other}: {one} sees the future.",
+            given.with_targets(_exchange(ids, later)), lambda x: _tokens(x, ids.shape, ~later),
+        )  # fmt: skip
+        if (document := _documents(given)) is not None and document.shape == ids.shape:
+            first = document == 0
+            yield Probe(
+                "other documents",
+                "a packed document depends on the one before it in {one} and does not in {other}.",
+                given.with_targets(_exchange(ids, first)), lambda x: _tokens(x, ids.shape, ~first),
+            )  # fmt: skip
+    if real is not None and is_ids(given.ids) and real.shape == given.ids.shape and not bool(real.all()):
+        yield Probe(
+            "padding", "it depends on the padding in {one} and does not in {other}: padding is read, or counted.",
+            given.with_ids(_exchange(given.ids, ~real)),
+            lambda x: _tokens(x, real.shape, real) if x.shape[:2] == real.shape else x if len(x) == rows else None,
+        )  # fmt: skip
+    if given.has_decoder and is_ids(given.ids):
+        everything = torch.ones_like(given.ids, dtype=torch.bool).cpu()
+        yield Probe(
+            "the source", "it depends on the source in {one} and does not in {other}: the other text is read instead.",
+            given.with_ids(_exchange(given.ids, everything)), lambda x: x if len(x) == rows else None,
+        )  # fmt: skip
+    if rows > 1:
+        if ids is not None:
+            changed = given.with_targets(_exchange(ids, (torch.arange(rows) > 0)[:, None].expand(ids.shape)))
+        else:
+            changed = given.map(lambda x: torch.cat([x[:1], x[1:].flip(-1)]) if _is_batched(x, rows) else x)
+        yield Probe(
+            "other rows of the batch", "a row depends on other rows of the batch in {one} and does not in {other}.",
+            changed, lambda x: x[:1] if len(x) == rows else None,
+        )  # fmt: skip
+        yield Probe(
+            "the row's place", "a row's output depends on its place in the batch in {one} and does not in {other}.",
+            given.map(lambda x: x.flip(0) if _is_batched(x, rows) else x),
+            lambda x: x if len(x) == rows else None, lambda x: x.flip(0),
+        )  # fmt: skip
+
+
+def _exchange(ids: Tensor, where: Tensor) -> Tensor:
+    """Other ids of the batch in some places."""
+    known, number = ids.unique(return_inverse=True)
+    return torch.where(where.to(ids.device), known[(number + 1) % len(known)], ids)
+
+
+def _documents(given: TokenBatch) -> Tensor | None:
+    """The number of each token's document, where positions begin anew; None if they do not."""
+    places = given.named.get("position_ids")
+    if not isinstance(places, Tensor) or places.ndim != 2:
+        return None
+    number = ((places == 0).cumsum(-1) - 1).cpu().expand(given.targets.shape[0], -1)
+    return number if int(number.max()) > 0 and int(number.min()) == 0 else None
+
+
+def _is_batched(x: Any, rows: int) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 1 and x.shape[0] == rows
+
+
+def _tokens(x: Tensor, shape: Any, kept: Tensor) -> Tensor | None:
+    """x [B, N, …] or [B·N, …] at some tokens."""
+    if x.shape[:2] == shape:
+        return x[kept]
+    return x[kept.flatten()] if x.ndim == 2 and len(x) == kept.numel() else None

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -91,7 +92,14 @@ def make_pairs(model: nn.Module, batch: dict[str, Any]) -> Iterator[tuple[str, C
         "bfloat16 regard",
         lambda: regard.compare(copy.deepcopy(model).bfloat16(), switch("regard", torch.bfloat16), [batch]),
     )
-    yield "alone", lambda: regard.compare(Whole(model), Alone(copy.deepcopy(model)), [batch])
+
+    def alone() -> Any:
+        with torch.no_grad():
+            if (output := Whole(model)(**batch)).ndim < 3:
+                raise ValueError(f"its output {list(output.shape)} has no row per token")
+        return regard.compare(Whole(model), Alone(copy.deepcopy(model)), [batch])
+
+    yield "alone", alone
     taken: list[Any] = []
 
     def hold(other: Callable[[], nn.Module]) -> Any:
@@ -101,7 +109,6 @@ def make_pairs(model: nn.Module, batch: dict[str, Any]) -> Iterator[tuple[str, C
 
     yield "fingerprint regard", lambda: hold(lambda: switch("regard"))
     yield "fingerprint bfloat16", lambda: hold(lambda: copy.deepcopy(model).bfloat16())
-
 
 
 def judge(name: str) -> dict[str, Any]:
@@ -133,7 +140,7 @@ def judge(name: str) -> dict[str, Any]:
 
 
 def run(names: list[str], out: Path) -> None:
-    os.environ["REGARD_HF_CHECK"] = "0"
+    os.environ["REGARD_CACHE"] = tempfile.mkdtemp()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # FlexAttention as written
     warnings.simplefilter("ignore")
     import transformers

@@ -18,7 +18,7 @@ from regard.health.comparing.causes.modules import explain_module
 from regard.health.comparing.causes.queries import explain_inputs, explain_turned
 from regard.health.comparing.causes.trial import EXACT, Trial, exchange_letters, is_vague
 from regard.health.comparing.difference import change
-from regard.health.comparing.record import Key, Run
+from regard.health.comparing.record import Key, Mode, Run
 from regard.health.measure.batches import is_function
 from regard.health.models.loading import describe_error
 from regard.health.tokens.text import as_batch
@@ -46,6 +46,7 @@ class Case:
     size: float
     own: Run  # B on its own inputs
     batch: Any
+    mode: Mode = "evaluation"
 
     def numbers(self) -> dict[str, float]:
         """Factors that the configurations may bring in, by name."""
@@ -108,7 +109,7 @@ def _find_dependence(case: Case, key: Key) -> tuple[str | None, list[str]]:
     keys = own, case.pairing.counterpart(own)
     device = next((p.device for p in case.models[0].parameters()), torch.device("cpu"))
     given = as_batch(case.batch, device, case.models[0])
-    return explain_dependence(case.models, (case.a, case.own), keys, given, case.budget(own))
+    return explain_dependence(case.models, (case.a, case.own), keys, given, case.budget(own), case.mode)
 
 
 def _find_cause(case: Case, key: Key) -> tuple[str | None, list[str]]:
@@ -213,8 +214,12 @@ def _explain_hidden(case: Case, key: Key, a: Tensor, b: Tensor) -> tuple[str | N
 
 
 def _list_others(model: nn.Module, one: nn.Module) -> dict[str, nn.Module]:
-    """The other modules of a module's class by name, those beside it first."""
-    named = {name: other for name, other in model.named_modules() if type(other) is type(one)}
+    """The other modules of a module's class, or with a weight of its shape, by name; those beside it first."""
+    shape = getattr(getattr(one, "weight", None), "shape", ())
+    named = {
+        name: other for name, other in model.named_modules()
+        if type(other) is type(one) or (shape and getattr(getattr(other, "weight", None), "shape", None) == shape)
+    }  # fmt: skip
     beside = next(name for name, other in named.items() if other is one).rpartition(".")[0]
     ordered = sorted(named.items(), key=lambda pair: pair[0].rpartition(".")[0] != beside)
     return {name: other for name, other in ordered if other is not one}

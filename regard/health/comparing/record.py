@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from regard.health.capture.call import Call
 from regard.health.capture.interception import Interception, as_written
 from regard.health.comparing.scores import Kept, perturb_scores
 from regard.health.measure.batches import evaluation_mode, is_function
+from regard.health.probe.modes import preserved, training_without_dropout
 from regard.health.tokens.text import TokenBatch, as_batch
 
 CALL_PARTS = ("q", "k", "v", "mask", "scores", "attention")  # of an attention call, in the order of computation
+Mode = Literal["evaluation", "training", "given"]
 MORE = 3  # tensors of one output that are kept
 
 
@@ -181,20 +183,24 @@ def _tensors_of(output: Any) -> list[Tensor]:
 
 
 def record(
-    model: nn.Module, batch: Any, force: Run | None = None, noise: float = 0.0, seed: int = 0, as_given: bool = False
-) -> Run:
+    model: nn.Module, batch: Any, force: Run | None = None, noise: float = 0.0, seed: int = 0,
+    mode: Mode = "evaluation",
+) -> Run:  # fmt: skip
     """Run the model on one batch, or call a function with it, without gradients, and return what it computed.
 
-    It runs in evaluation mode, or `as_given`, with gradients as in training. Its random numbers are those of `seed`;
-    the caller's are left alone.
+    It runs in evaluation mode, in training mode without dropout, or as it was given; but for evaluation with gradients,
+    as in training. Its random numbers are those of `seed`; the caller's are left alone.
     """
     model = as_written(model)
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     recorder = Recorder(model, force, noise, seed)
-    modules = [] if as_given else list(model.named_modules())
     devices = [device] if device.type == "cuda" else []
-    gradients = torch.set_grad_enabled(as_given)
-    with torch.random.fork_rng(devices), evaluation_mode(modules), gradients, recorder.active() as run:
+    modes = {
+        "evaluation": lambda: evaluation_mode(list(model.named_modules())),
+        "training": lambda: training_without_dropout(model), "given": lambda: preserved(model),
+    }  # fmt: skip
+    gradients = torch.set_grad_enabled(mode != "evaluation")
+    with torch.random.fork_rng(devices), modes[mode](), gradients, recorder.active() as run:
         torch.manual_seed(seed)
         if is_function(batch):
             run.result = batch(model)

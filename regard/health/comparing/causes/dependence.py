@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.comparing.difference import as_rows, change
-from regard.health.comparing.record import Key, Run, record
+from regard.health.comparing.record import Key, Mode, Run, record
 from regard.health.tokens.forms import is_ids
 from regard.health.tokens.text import TokenBatch
 
@@ -31,12 +31,13 @@ class Probe(NamedTuple):
 
 
 def explain_dependence(
-    models: tuple[nn.Module, nn.Module], runs: tuple[Run, Run], keys: tuple[Key, Key], given: TokenBatch, budget: float
-) -> tuple[str | None, list[str]]:
+    models: tuple[nn.Module, nn.Module], runs: tuple[Run, Run], keys: tuple[Key, Key], given: TokenBatch, budget: float,
+    mode: Mode,
+) -> tuple[str | None, list[str]]:  # fmt: skip
     """(what one model's place depends on and the other's does not, or None; what was tried)."""
     tried = []
     for probe in make_probes(given, runs[0].real):
-        follows = [_follows(*one, probe, budget) for one in zip(models, runs, keys, strict=True)]
+        follows = [_follows(*one, probe, budget, mode) for one in zip(models, runs, keys, strict=True)]
         if None in follows:
             continue
         tried.append(probe.name)
@@ -46,17 +47,19 @@ def explain_dependence(
     return None, tried
 
 
-def _follows(model: nn.Module, run: Run, key: Key, probe: Probe, budget: float) -> bool | None:
+def _follows(model: nn.Module, run: Run, key: Key, probe: Probe, budget: float, mode: Mode) -> bool | None:
     """Does a place change with what the probe changes elsewhere? None if it cannot be told."""
     before = run.points.get(key)
     if before is None:
         return None
     try:
-        after = record(model, probe.batch).points.get(key)
+        after = record(model, probe.batch, mode=mode).points.get(key)
     except (IndexError, RuntimeError, TypeError, ValueError):
         return None  # the model takes no such batch
-    if after is None or after.shape != before.shape or not before.is_floating_point():
+    if after is None or not before.is_floating_point():
         return None
+    if after.shape != before.shape:
+        return True
     x, y = probe.pick(as_rows(before, key.part)), probe.pick(probe.back(as_rows(after, key.part)))
     if x is None or y is None or not x.numel():
         return None

@@ -87,7 +87,8 @@ def explain_shapes(trial: Trial) -> None:
         for (one, x), (other, y) in itertools.permutations((("A", a), ("B", b))):
             for start in range(max(y.shape[axes[0]] - x.shape[axes[0]] + 1, 0)):
                 if change(x, y.narrow(axes[0], start, x.shape[axes[0]])) <= trial.tolerance:
-                    trial.found.append((f"{said}: {one}'s are {other}'s from place {start} of axis {axes[0]} on.", 0.0))
+                    what = f"places {start} to {start + x.shape[axes[0]] - 1} of axis {axes[0]} alone"
+                    trial.found.append((f"{said}: {one} holds {other}'s {what}.", 0.0))
                     return
     trial.found.append((f"{said}, and neither holds the other's numbers.", 0.0))
 
@@ -130,17 +131,17 @@ def _try_buckets(trial: Trial) -> None:
                 one.append(law)
     if found[0] and found[1]:
         a, b = min(itertools.product(*found), key=lambda pair: sum(x != y for x, y in zip(*pair, strict=True)))
-        words = ({True: "both directions", False: "earlier keys alone"}.get, "{} buckets".format, "up to {}".format)
-        said = [(str(say(x)), str(say(y))) for say, x, y in zip(words, a, b, strict=True) if x != y]
-        both = " and ".join(f"{', '.join(one)} in {name}" for one, name in zip(zip(*said, strict=True), "AB", strict=True))
-        trial.explains("buckets", trial.b, f"relative positions have other buckets: {both}.")
+        words = [
+            ("both directions" if both else "earlier keys alone", f"{count} buckets", f"up to {most}")
+            for both, count, most in (a, b)
+        ]
+        own, other = (", ".join(said for said in one if said not in other) for one, other in (words, words[::-1]))
+        trial.explains("buckets", trial.b, f"relative positions have other buckets: {own} in A, {other} in B.")
 
 
 def _bucket(distance: Tensor, both: bool, count: int, most: int) -> Tensor:
-    first = 0
-    if both:
-        count //= 2
-        first = (distance > 0) * count
+    count //= 2 if both else 1
+    first = (distance > 0) * count * both
     d = distance.abs() if both else (-distance).clamp_min(0)
     exact = count // 2
     far = exact + ((d / exact).clamp_min(1).log() / math.log(max(most / exact, 1.001)) * (count - exact)).long()
@@ -166,7 +167,7 @@ def _try_orders(trial: Trial, a: Tensor, b: Tensor) -> None:
             candidate[..., keep, :] = a.roll(by, dim)[..., keep, :]
             said = f"B's tokens are A's {abs(by)} place{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}."
             trial.explains("shifted tokens", candidate, said)
-        trial.explains("reversed tokens", a.flip(dim), "B's tokens are A's in reverse order.")
+        _try_tokens(trial, a, b)
     width = a.shape[-1]
     if 1 < width <= 4096 and trial.found == []:
         flat_a, flat_b = a.reshape(-1, width).T, b.reshape(-1, width).T
@@ -181,6 +182,23 @@ def _try_orders(trial: Trial, a: Tensor, b: Tensor) -> None:
         left = float((same[0] - same[1]).norm() / same[0].norm().clamp_min(1e-30))
         if left <= trial.tolerance and 100.0 * left <= trial.before:
             trial.found.append(("it holds A's numbers in other places: a reshape that mixes heads with time.", 0.0))
+
+
+def _try_tokens(trial: Trial, a: Tensor, b: Tensor) -> None:
+    """Each token of B as one of A's tokens, the same in every sequence."""
+    n = a.shape[-2]
+    if n > 4096:
+        return
+    own, other = (x.transpose(0, -2).reshape(n, -1) for x in (a, b))
+    order = torch.cdist(other, own).argmin(1)
+    said = f"B's tokens are A's in another order{say_order(order)}."
+    if torch.equal(order, torch.arange(n).flip(0)):
+        said = "B's tokens are A's in reverse order."
+    elif torch.allclose(other, other.flip(0), atol=1e-6):
+        said = "B's tokens are the same from both ends: distances before and behind a token are not told apart."
+    elif len(order.unique()) == 1:
+        said = f"every token of B is A's token {int(order[0])}: one position for all."
+    trial.explains("tokens in another order", a.index_select(-2, order), said)
 
 
 def say_order(order: Tensor) -> str:

@@ -53,6 +53,7 @@ def guess_outputs(pair: Pair) -> Iterator[Guess]:
     yield from _normalizers(a, s)
     yield from _dtypes(a, s)
     yield from _temperatures(a, s, target)
+    yield from _splits(a, s, target)
     yield from _factors(a, target)
 
 
@@ -102,6 +103,10 @@ def _caps(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
     for cap in (*CAPS, fitted):
         said = f"The soft caps of the logits differ: {own} in A, {cap:.4g} in B."
         yield "soft cap", a.change(softcap=cap).compute(), said
+    if a.softcap is not None:
+        late = s.masked_fill(~a.seen(), -a.softcap)
+        said = f"B caps the logits after the mask was added: hidden keys get −{a.softcap:g} and keep a weight."
+        yield "soft cap after the mask", a.weigh(late, torch.ones_like(a.seen())) @ a.values(), said
     if a.softcap is not None and a.bias is not None:
         late = a.softcap * torch.tanh(a.change(softcap=None).scores() / a.softcap)
         said = "B caps the logits after the bias or mask was added, A before."
@@ -138,7 +143,9 @@ def _masks(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
     for c in (0.0, fit_scalar(put, target, size)):
         yield "finite masks", put(c), f"B gives hidden keys {c:.4g} in the place of −∞: they keep a weight."
     for c in (1.0, -1.0, -1e3, -1e4, -1e9, fit_scalar(added, target, size)):
-        said = f"B adds {c:.4g} to the logits of hidden keys in the place of −∞: they keep a weight."
+        said = f"B's mask is finite, {c:.4g} added to the logits of hidden keys in the place of −∞: they keep a weight."
+        if c == -1.0:
+            said = "B adds the mask as numbers, 1 at visible keys and 0 at hidden ones: later and padded keys are seen."
         yield "finite masks", added(c), said
 
 
@@ -216,6 +223,24 @@ def _temperatures(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
             a.weigh(f * s) @ v,
             f"B multiplies each query's logits by a number of its own, {said}.",
         )
+
+
+def _splits(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
+    """Equal splits of the keys, each with its own softmax, merged by other weights than their sums: fitted per row."""
+    keys, v = s.shape[-1], a.values()
+    for count in (2, 4, 8):
+        if count > min(keys, v.shape[-1] // 2):
+            return
+        parts = []
+        for at in torch.arange(keys).chunk(count):
+            seen = a.seen() & torch.isin(torch.arange(keys), at)
+            parts.append(a.weigh(s, seen) @ v)
+        basis = torch.stack(parts, -1)  # [B, H, M, E, splits]
+        shares = torch.linalg.pinv(basis, rcond=1e-9) @ target[..., None]
+        if float((shares.sum(-2) - 1).abs().max()) > 1e-2 or float(shares.min()) < -1e-2:
+            continue  # no merge: it would explain what is done to the output
+        said = f"B merges {count} splits of the keys with other weights than their sums: a wrong log-sum-exp."
+        yield "splits of the keys", (basis @ shares)[..., 0], said
 
 
 def _factors(a: Kept, target: Tensor) -> Iterator[Guess]:

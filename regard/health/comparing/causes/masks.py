@@ -20,7 +20,7 @@ def describe_mask(seen: Tensor, real: Tensor | None = None) -> str:
     if bool((shown == allowed).all()):
         return "all keys"
     if keys != queries and bool((shown == (allowed & (torch.arange(queries)[:, None] >= torch.arange(keys)))).all()):
-        return "causal order aligned at the first key"
+        return "causal order aligned at the first key, as without a cache"
     reach = distance.expand(seen.shape)[shown]
     if not reach.numel():
         return "no key"
@@ -72,6 +72,8 @@ def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> str:
         padding = ~real[:, None, None, :].expand(a.shape)
         if bool((differs <= padding).all()):
             return f"padding is hidden in {'A' if bool((b & differs).any()) else 'B'} only"
+    if not bool((a == b).any()):
+        return "B's is A's inverted: each shows what the other hides"
     texts = [describe_mask(x, real) for x in (a, b)]
     if texts[0] != texts[1] and OTHER not in texts:
         return f"A's queries see {texts[0]}, B's {texts[1]}"
@@ -80,6 +82,7 @@ def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> str:
     every = torch.ones_like(differs) if rows is None else rows.expand(a.shape)
     if bool((differs == every).all()):
         return f"each shows what the other hides{where}"
+    by_key = bool((a == a[..., :1, :]).all())
     if a.shape[-2] == a.shape[-1]:
         if torch.equal(a, b.transpose(-1, -2)):
             return f"A's is B's with queries and keys exchanged{where}"
@@ -87,7 +90,8 @@ def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> str:
             return near + where
     for by in (1, -1):
         if _is_moved(a, b, by):
-            return f"B hides the keys one place {'behind' if by > 0 else 'before'} those that A hides{where}"
+            what = "padding mask is A's, moved" if by_key else "mask is A's with its keys moved"
+            return f"B's {what} one place {'on' if by > 0 else 'back'}{where}"
     if texts[0] != texts[1] and where == "":
         return f"A's queries see {texts[0]}, B's {texts[1]}"
     more, fewer = int((b & ~a & differs).sum()), int((a & ~b & differs).sum())

@@ -78,6 +78,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _relate(name: str, pair: tuple[Tensor, Tensor], others: tuple[dict[str, nn.Module], ...]) -> str:
     """How B's weight follows from A's, or A's from B's; `others` are the modules of each."""
+    for one, other in ((0, 1), (1, 0)):
+        held = next((at for at, module in others[one].items() if getattr(module, name, None) is pair[one]), None)
+        if held in others[other] and getattr(others[other][held], name, None) is not pair[other]:
+            return f"{name} is tied to {held} in {'AB'[one]}, and is a tensor apart in {'AB'[other]}"
     a, b = (x.detach().double().cpu() for x in pair)
     if (found := _follow(name, a, b, others[0])) is not None:
         return found
@@ -87,7 +91,7 @@ def _relate(name: str, pair: tuple[Tensor, Tensor], others: tuple[dict[str, nn.M
         sizes = torch.linalg.svdvals(b - a)
         rank = int((sizes > 1e-3 * sizes[0]).sum())
         if rank <= min(a.shape) // 4:
-            return f"{name} differs by a matrix of rank {rank}: an adapter (LoRA) is merged into one of them"
+            return f"{name} differs by a matrix of rank {rank}: an adapter (LoRA) is merged into one of them, or into both at another scale"
     rows = (a - b).reshape(len(a), -1).norm(dim=1) > 1e-3 * a.reshape(len(a), -1).norm(dim=1) if a.ndim else None
     part = "" if rows is None or bool(rows.all()) else f" in {int(rows.sum())} of {len(rows)} rows"
     return f"{name} differs{part} by {float((a - b).norm()) / float(a.norm().clamp_min(1e-30)):.2g} of its size"
@@ -108,7 +112,7 @@ def _follow(name: str, a: Tensor, b: Tensor, others: dict[str, nn.Module]) -> st
     for other, module in others.items():
         weight = getattr(module, name, None)
         if isinstance(weight, Tensor) and weight.shape == b.shape and _same(weight.cpu(), b):
-            return f"{name} is that of A's {other}"
+            return f"{name} in B is that of A's {other}"
     for what, x, y in (("rows", a, b), ("columns", a.T, b.T))[: a.ndim]:
         if 1 < len(x) <= 8192 and (order := _match_rows(x, y)) is not None:
             return f"{name} has A's {what} in another order{say_order(order)}"

@@ -15,6 +15,7 @@ from regard.health.comparing.causes.trial import Trial
 from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Run
 from regard.health.comparing.scores import Kept, spread
+from regard.health.report.writer import fold_numbers
 
 
 def explain_inputs(pair: Pair, parts: list[str], run: Run, key: Key) -> tuple[str | None, list[str]]:
@@ -56,6 +57,16 @@ def explain_part(pair: Pair, part: str, run: Run, key: Key) -> Trial:
         ))  # fmt: skip
     if part != "v":
         _try_rotations(trial, a, b, run, key)
+    if part != "v" and a.ndim == 4 and not trial.found:
+        each = (a * b).double().sum((0, 1, 3)) / a.double().square().sum((0, 1, 3)).clamp_min(1e-30)
+        if float(each.max() - each.min()) > 1e-3 * float(each.abs().max()):
+            candidate = each[:, None] * a.double()
+            trial.explains("a factor by position", candidate, (
+                f"B's are A's times a number by position, {float(each.min()):.4g} to {float(each.max()):.4g}: a "
+                "temperature or scale that follows the position."
+            ))  # fmt: skip
+    if key.use and part != "q" and not trial.found:
+        _try_cache(trial, part, pair, run, key)
     if not trial.found:
         explain_generally(trial)
     return trial
@@ -150,6 +161,31 @@ def _try_step(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
                         "positions do not go on from the cache."
                     ))  # fmt: skip
                     return
+
+
+def _try_cache(trial: Trial, part: str, pair: Pair, run: Run, key: Key) -> None:
+    """A decoding step: which tokens' keys each cache holds, by those that A computed in this forward and before."""
+    known, first = [], 0
+    for use in range(key.use + 1):
+        at = key._replace(use=use)
+        if at not in run.calls:
+            return
+        x, new = getattr(run.calls[at], part), run.calls[at].shape[2]
+        known.append(x[:, :, -new:])
+        first += new
+    pool, held = torch.cat(known, 2).double(), []
+    for x in (trial.a.double(), trial.b.double()):
+        pool = spread(pool, x.shape[1]) if x.shape[1] % pool.shape[1] == 0 else pool
+        if pool.shape[:2] != x.shape[:2] or pool.shape[-1] != x.shape[-1]:
+            return
+        flat, wanted = (y.transpose(1, 2).flatten(2) for y in (pool, x))
+        held.append(torch.cdist(wanted, flat).argmin(-1)[0])
+        if change(x, pool[:, :, held[-1]], part, trial.real) > max(trial.tolerance, 1e-3):
+            return
+    said = [fold_numbers(sorted(one.tolist())) for one in held]
+    trial.explains("tokens in the cache", pool[:, :, held[1]], (
+        f"the cache holds tokens {said[0]} in A and {said[1]} in B."
+    ))  # fmt: skip
 
 
 def before_rotation(run: Run, key: Key, like: Tensor) -> Iterator[Tensor]:

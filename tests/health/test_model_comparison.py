@@ -1,6 +1,7 @@
 """`compare(model, reference, batches)`: the first place that differs, its cause tried, and what is no difference."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -260,6 +261,80 @@ def test_padding_counts_where_it_reaches_other_tokens():
     assert not found.same and "not finite" in found.cause
 
 
+class Leaking(ByHand):
+    """A projection of keys that reads later tokens, or tokens of other rows."""
+
+    def __init__(self, leak):
+        super().__init__()
+        self.leak = leak
+
+    def forward(self, x):
+        return super().forward(x + 0.1 * self.leak(x))
+
+
+@pytest.mark.parametrize(
+    ("leak", "words"),
+    [
+        (lambda x: x.sin().sum(1, keepdim=True), "a token depends on later tokens in B and does not in A"),
+        (lambda x: x.sin().mean(0, keepdim=True), "a row depends on other rows of the batch in B and does not in A"),
+        (
+            lambda x: torch.arange(len(x))[:, None, None] * x.sin().cumsum(1),
+            "place in the batch in B and does not in A",
+        ),
+    ],
+)
+def test_what_one_model_alone_depends_on(leak, words):
+    class Model(nn.Module):
+        def __init__(self, leak):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.block = nn.Embedding(20, 32), Leaking(leak)
+
+        def forward(self, ids):
+            return self.block(self.embed(ids))
+
+    ids = torch.arange(36).reshape(3, 12) * 7 % 20
+    found = regard.compare(Model(torch.zeros_like), Model(leak), [ids])
+    assert not found.same and words in found.cause, found.cause
+
+
+def test_models_trained_apart_are_compared_by_their_code(models):
+    _, reference, batches = models
+    other = TinyLM(layers=3, heads=4, width=32, length=32).eval()
+    kept = {name: x.clone() for name, x in other.state_dict().items()}
+    found = regard.compare(reference, other, batches)
+    assert not found.same and "With A's weights in B both compute the same." in found.notes[-1]
+    other.blocks[1].attention.scale *= 2.0
+    found = regard.compare(reference, other, batches)
+    assert "trained apart" in found.cause and "The scales differ" in found.cause and found.first.index == 1
+    assert all(torch.equal(x, kept[name]) for name, x in other.state_dict().items())
+
+
+class Buckets(nn.Module):
+    """A bias by T5's buckets of the distance."""
+
+    def __init__(self, both):
+        super().__init__()
+        torch.manual_seed(0)
+        self.both, self.table, self.out = both, nn.Embedding(8, 4), nn.Linear(32, 32)
+
+    def forward(self, x):
+        n = x.shape[1]
+        distance = torch.arange(n) - torch.arange(n)[:, None]
+        d = distance.abs() if self.both else (-distance).clamp_min(0)
+        exact = 2 if self.both else 4
+        far = exact + ((d / exact).clamp_min(1).log() / math.log(16 / exact) * exact).long()
+        place = torch.where(d < exact, d, far.clamp_max(2 * exact - 1)) + self.both * 4 * (distance > 0)
+        bias = self.table(place).permute(2, 0, 1)
+        heads = self.out(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(heads, heads, heads, bias[None]).transpose(1, 2).flatten(2)
+
+
+def test_buckets_of_distances_are_told():
+    found = regard.compare(Buckets(False), Buckets(True), [torch.randn(2, 12, 32)])
+    assert "other buckets: earlier keys alone" in found.cause and "both directions" in found.cause
+
+
 class Caching(nn.Module):
     """A model of one attention that decodes with a cache; positions are added to what comes in."""
 
@@ -277,6 +352,22 @@ class Caching(nn.Module):
             k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None)
         return self.head(o.transpose(1, 2).flatten(2)), (k, v)
+
+
+def test_decoding_and_training_are_compared_where_one_forward_agrees():
+    found = regard.compare(Caching(), Caching(shift=1), [torch.arange(12)[None]])
+    assert not found.same and found.where.startswith("decoding with a cache, ") and "forward 2" in found.where
+    sound = regard.compare(Caching(), Caching(), [torch.arange(12)[None]])
+    assert sound.same and sound.notes[-1] == "Decoding with a cache was compared as well."
+
+    class Trained(ByHand):
+        def forward(self, x):
+            return super().forward(x) * (1.5 if self.training else 1.0)
+
+    x = torch.randn(2, 12, 32)
+    found = regard.compare(ByHand(), Trained(), [x])
+    assert not found.same and found.where.startswith("in training mode, ") and "1.5 times" in found.cause
+    assert regard.compare(ByHand().eval(), Trained(), [x]).same
 
 
 def decode(model):

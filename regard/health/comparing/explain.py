@@ -91,7 +91,8 @@ def explain_place(case: Case, key: Key) -> tuple[str, bool, list[str]]:
     if is_vague(sentence) and not is_function(case.batch):
         depends, more = _find_dependence(case, key)
         tried += [f"dependence on {name}" for name in more]
-        sentence = sentence if depends is None else f"{depends} {sentence or ''}".strip()
+        if depends is not None:
+            sentence = f"{depends} {sentence}" if sentence is not None and "shapes" in sentence else depends
     if sentence is not None:
         return sentence, True, tried
     return _say_unknown(case, key, tried), False, tried

@@ -146,7 +146,8 @@ def _row(one: Compared, index: int, name: str, keys: list[Key], wrong: set[Key])
         numbers[part] = max(numbers.get(part, 0.0), one.changes[key])
         if key in wrong and part not in differs:
             differs.append(part)
-    call = next((key.module for key in keys if key.part == "attention"), name)
+    calls = [key for key in keys if key.part == "attention"]
+    call = next((key.module for key in [*(key for key in calls if key in wrong), *calls]), name)
     other = next(
         (one.pairing.places[key].module for key in keys if key in one.pairing.places and key.module == call), ""
     )

@@ -91,7 +91,8 @@ def _relate(name: str, pair: tuple[Tensor, Tensor], others: tuple[dict[str, nn.M
         sizes = torch.linalg.svdvals(b - a)
         rank = int((sizes > 1e-3 * sizes[0]).sum())
         if rank <= min(a.shape) // 4:
-            return f"{name} differs by a matrix of rank {rank}: an adapter (LoRA) is merged into one of them, or into both at another scale"
+            said = "an adapter (LoRA) is merged into one of them, or into both at another scale"
+            return f"{name} differs by a matrix of rank {rank}: {said}"
     rows = (a - b).reshape(len(a), -1).norm(dim=1) > 1e-3 * a.reshape(len(a), -1).norm(dim=1) if a.ndim else None
     part = "" if rows is None or bool(rows.all()) else f" in {int(rows.sum())} of {len(rows)} rows"
     return f"{name} differs{part} by {float((a - b).norm()) / float(a.norm().clamp_min(1e-30)):.2g} of its size"

@@ -14,7 +14,8 @@ from regard.health.comparing.difference import change
 
 VAGUE = (  # sentences that say how B's numbers follow, and not yet why
     "do not sum to 1", "each row is a multiple", "in other places", "by other angles", "several facts",
-    "each feature is", "of its size", "neither holds", " of axis ", "pairs of query and key",
+    "each feature is", "of its size", "neither holds", " of axis ", "A passes on", "a vector per position",
+    "the same vector in every token","pairs of query and key",
 )  # fmt: skip
 EXACT = 2e-5  # relative error of what is computed again from float32 tensors
 CLEARLY = 4.0  # times closer than A's own: below that, an explanation explains too little

@@ -24,7 +24,7 @@ from regard._facts.readable import readable
 __all__ = ["ScoreFunction", "alibi", "forgetting", "relative"]
 
 
-class Terms(NamedTuple):
+class BiasTerms(NamedTuple):
     """What a bias adds to s_ij: key_j, row_i and relative_(j − i), in the shapes that a `Problem` keeps unexpanded."""
 
     key: Tensor | None = None  # [B or 1, H or 1, 1, N]
@@ -37,7 +37,7 @@ class Bias:
 
     needs_causal_order: ClassVar[bool] = False  # defined for the keys behind a query alone
 
-    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
+    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> BiasTerms:
         """The terms of this bias for q [B, H, M, D] and `keys` keys, in the accumulator's dtype on q's device.
 
         ahead: query i sees no key beyond i + ahead; None: it may see all.
@@ -62,7 +62,7 @@ class Relative(Bias):
     table: Tensor
     bottom_right: bool = False
 
-    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
+    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> BiasTerms:
         heads, queries = q.shape[1:3]
         _check_heads(self.table.shape[0], heads, "table of bias.relative")
         _check_device(self.table, q, "table of bias.relative")
@@ -74,7 +74,7 @@ class Relative(Bias):
             )
         first = centre - (queries - 1) - (keys - queries if self.bottom_right else 0)
         cut = self.table[:, first : first + max(0, queries + keys - 1)]
-        return Terms(relative=cut.to(accumulator(q.dtype)))
+        return BiasTerms(relative=cut.to(accumulator(q.dtype)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class Alibi(Bias):
     slopes: Tensor  # [H]
     bottom_right: bool = False
 
-    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
+    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> BiasTerms:
         heads, queries = q.shape[1:3]
         _check_heads(len(self.slopes), heads, "bias.alibi")
         offset = keys - queries if self.bottom_right else 0
@@ -97,9 +97,9 @@ class Alibi(Bias):
             place = torch.arange(1 - keys, 1, device=q.device, dtype=slopes.dtype)  # 0 at the last key
             i = torch.arange(queries, device=q.device, dtype=slopes.dtype) + (offset + 1 - keys)
             slopes = slopes[None, :, None]
-            return Terms(key=(slopes * place)[:, :, None], row=-slopes * i)
+            return BiasTerms(key=(slopes * place)[:, :, None], row=-slopes * i)
         away = torch.arange(max(0, queries + keys - 1), device=q.device) - (queries - 1 + offset)
-        return Terms(relative=-slopes[:, None] * away.abs())
+        return BiasTerms(relative=-slopes[:, None] * away.abs())
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ class Forgetting(Bias):
     log_gates: Tensor  # [B or 1, H or 1, N]
     needs_causal_order: ClassVar[bool] = True
 
-    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
+    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> BiasTerms:
         batch, heads, queries = q.shape[:3]
         gates = self.log_gates
         _check_device(gates, q, "log_gates")
@@ -121,7 +121,7 @@ class Forgetting(Bias):
             raise ValueError(f"bias.forgetting takes at most as many queries as keys ({keys}), got {queries}")
         total = gates.double().cumsum(-1)
         total = (total - total[..., -1:]).to(accumulator(q.dtype))  # counted from the last key: recent gates are exact
-        return Terms(key=-total[:, :, None], row=total[..., keys - queries :])
+        return BiasTerms(key=-total[:, :, None], row=total[..., keys - queries :])
 
 
 def alibi(heads: int | Tensor, bottom_right: bool = False) -> Alibi:

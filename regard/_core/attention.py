@@ -107,7 +107,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, ret
     exact and slow, or, of plain softmax, from torch's plain products (unless another backward with
     `retain_graph=True` came before), but not with dropout or inside checkpointing.
     """
-    if return_weights is not None or asks_for_keys(options.return_stats):
+    if return_weights is not None or (type(options.return_stats) is not bool and asks_for_keys(options.return_stats)):
         return attend_with_keys(q, k, v, options, return_weights)
     key = plans.call_key(q, k, v, options) if is_plain_eager() else None
     plan = None if key is None else plans.plans.get(key)

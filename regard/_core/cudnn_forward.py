@@ -1,6 +1,6 @@
 """torch's fused attention, by cuDNN's kernel where that is the fastest of torch's: Hopper GPUs and later.
 
-torch asks for cuDNN last. `attend` asks for it first; `plan_attention` finds out once whether torch may take it, and
+torch asks for cuDNN last. `attend` asks for it first; `choose_attention` finds out once whether torch may take it, and
 saves the calls after that the 40 µs that the asking takes. Where `sdpa_kernel(…)` or a setting leaves fewer kernels or
 another order, torch's own choice stands.
 """
@@ -39,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return scaled_dot_product_attention(q, k, v, **options)
 
 
-def plan_attention(problem: Problem) -> tuple[Attend, Attend]:
+def choose_attention(problem: Problem) -> tuple[Attend, Attend]:
     """Return what `attend` does for tensors like those of a problem without a mask, and torch's function itself."""
     grouped = problem.q.shape[1] != problem.k.shape[1]
     plain = partial(scaled_dot_product_attention, is_causal=problem.causal, scale=problem.scale, enable_gqa=grouped)

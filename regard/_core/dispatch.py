@@ -36,7 +36,7 @@ LONG = 2**29  # scores, from which on our forward of plain softmax is faster tha
 MASKED = 2**26  # the same beside a bool mask, which cuDNN takes as a bias in memory
 
 
-class Lengths(NamedTuple):
+class LengthClass(NamedTuple):
     """All that the choice between backends knows of lengths, so that a plan serves every length of a class."""
 
     is_step: bool  # one query: a decoding step
@@ -46,11 +46,11 @@ class Lengths(NamedTuple):
     is_long_beside_mask: bool
 
 
-def classify_lengths(queries_shape: Sequence[int], keys: int) -> Lengths:
+def classify_lengths(queries_shape: Sequence[int], keys: int) -> LengthClass:
     """The class of the lengths of a call with q (…, M, D) and `keys` keys."""
     *rows, queries, width = queries_shape
     scores = math.prod(rows) * queries * keys * max(1, width // 128)
-    return Lengths(queries == 1, queries < ROWS, keys == 1, scores >= LONG, scores >= MASKED)
+    return LengthClass(queries == 1, queries < ROWS, keys == 1, scores >= LONG, scores >= MASKED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from regard._core.derivatives.autograd import FusedAttention, differentiable_twi
 from regard._core.dispatch import PLAIN, REQUESTED, TRANSFORM, has_transform, unfused_error, why_not_carried
 from regard._core.gate import apply_gate
 from regard._core.ops.backends import ATTENTION, backend_module
-from regard._core.prepare import Call
+from regard._core.prepare import PreparedCall
 from regard._facts.modes import is_plain_eager, is_transformed
 from regard._facts.readable import is_mapped
 from regard.statistics import Statistics
@@ -32,12 +32,12 @@ opened_rows = WeakIdKeyDictionary()  # mask given to torch -> rows that see no k
 MOVED = ("max_logit", "mean_logit", "logsumexp")  # by a number that is added to every score of a row
 
 
-def execute(call: Call) -> Tensor | tuple[Tensor, Statistics]:
+def execute(call: PreparedCall) -> Tensor | tuple[Tensor, Statistics]:
     """The result of a call in the shape, dtype and form that its caller asked for."""
     return finish(call, *RUN[call.path.backend](call))
 
 
-def finish(call: Call, out: Tensor, stacked: Tensor | None, order: tuple[str, ...]) -> Any:
+def finish(call: PreparedCall, out: Tensor, stacked: Tensor | None, order: tuple[str, ...]) -> Any:
     """The result of a call from o [B, H, M, E] and its statistics, stacked in an order."""
     out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
     out = out if call.gate is None else apply_gate(out, call.gate)
@@ -49,7 +49,7 @@ def finish(call: Call, out: Tensor, stacked: Tensor | None, order: tuple[str, ..
     return out, Statistics.of_stacked(stacked, order, call.wanted, call.problem.choice)
 
 
-def shift_logits(call: Call, stacked: Tensor, order: tuple[str, ...]) -> Tensor:
+def shift_logits(call: PreparedCall, stacked: Tensor, order: tuple[str, ...]) -> Tensor:
     """Add a bias per query, over the temperature, to the statistics of the logits that it moves."""
     assert call.row_shift is not None
     temperature = call.given["temperature"]
@@ -61,7 +61,7 @@ def shift_logits(call: Call, stacked: Tensor, order: tuple[str, ...]) -> Tensor:
 Result = tuple[Tensor, Tensor | None, tuple[str, ...]]  # o [B, H, M, E], statistics [S, B, H, M], their names
 
 
-def run_torch(call: Call) -> Result:
+def run_torch(call: PreparedCall) -> Result:
     """Plain softmax by torch's sdpa; rows that see no key are 0, and hidden keys cannot leak, not even as NaN."""
     problem = call.problem
     q, k, v = problem.q, problem.k, problem.v
@@ -113,7 +113,7 @@ def draw_seed(problem: Problem) -> Tensor | None:
     return torch.randint(0, 2**62, (1,), device=problem.q.device, dtype=torch.int64)
 
 
-def apply_policy(call: Call) -> Call:
+def apply_policy(call: PreparedCall) -> PreparedCall:
     """Ask the temperature policy of a call, if it has one, for its tensor."""
     if call.policy is None:
         return call
@@ -128,7 +128,7 @@ def apply_policy(call: Call) -> Call:
     return replace(call, problem=problem, given={**call.given, "temperature": asked}, policy=None)
 
 
-def check_policy_tensor(call: Call, asked) -> Tensor:
+def check_policy_tensor(call: PreparedCall, asked) -> Tensor:
     """Check what a policy returned and give it 3 dims that broadcast to [B, H, M]."""
     asked = check_policy_result(asked, call.policy, call.problem.q.shape[:3])
     asked = asked.to(call.problem.q.device, call.problem.accumulator)
@@ -137,7 +137,7 @@ def check_policy_tensor(call: Call, asked) -> Tensor:
     return asked if own is None else asked * own
 
 
-def run_fused(call: Call) -> Result:
+def run_fused(call: PreparedCall) -> Result:
     """Attention by the CPU or GPU kernels: directly, or as a custom op where something records the call."""
     call = apply_policy(call)
     problem = call.problem
@@ -157,7 +157,7 @@ def run_fused(call: Call) -> Result:
     return out, stacked, order
 
 
-def run_transformed(call: Call) -> Result:
+def run_transformed(call: PreparedCall) -> Result:
     """Attention inside torch.func or forward mode, by kernels where they can carry it."""
     reason = why_not_carried(call.problem)
     if reason is None:
@@ -180,7 +180,7 @@ def run_kernels(problem: Problem, inputs: tuple[Tensor | None, ...], backend: st
     return module.attend(problem)
 
 
-def run_reference(call: Call) -> Result:
+def run_reference(call: PreparedCall) -> Result:
     """Attention by the float64 reference, visible to torch function modes as an op would be."""
     call = apply_policy(call)
     given = call.problem.q, call.problem.k, call.problem.v
@@ -189,7 +189,7 @@ def run_reference(call: Call) -> Result:
     return dense_attention(call)
 
 
-def dense_attention(call: Call) -> Result:
+def dense_attention(call: PreparedCall) -> Result:
     """(o, statistics, names) of a call whose policy was asked, by the dense reference."""
     problem = replace(call.problem, seed=draw_seed(call.problem))
     if has_transform(problem):

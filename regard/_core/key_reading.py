@@ -29,7 +29,7 @@ from regard._core import dtensor
 from regard._core.dispatch import has_transform, why_not_fused
 from regard._core.execute import apply_policy, execute, finish
 from regard._core.ops.backends import ATTENTION, backend_module
-from regard._core.prepare import Call, prepare
+from regard._core.prepare import PreparedCall, prepare
 from regard._facts.modes import is_within_vmap
 from regard.statistics import Statistics
 
@@ -122,7 +122,7 @@ def check_rows(given: Any, queries: int) -> list[int] | None:
     return [row % queries for row in rows]
 
 
-def is_fused(call: Call, reading: Reading) -> bool:
+def is_fused(call: PreparedCall, reading: Reading) -> bool:
     """True if the GPU's kernels can read what is asked for."""
     if not call.problem.q.is_cuda or not (reading.received or reading.most) or call.path.backend == "reference":
         return False
@@ -131,7 +131,7 @@ def is_fused(call: Call, reading: Reading) -> bool:
     return why_not_fused(call.problem, True) is None and reading.most <= kernels.MOST and call.problem.q.numel() > 0
 
 
-def fill(stats: Statistics, call: Call, reading: Reading, forward: Forward | None) -> None:
+def fill(stats: Statistics, call: PreparedCall, reading: Reading, forward: Forward | None) -> None:
     """Add what is asked for to the statistics."""
     problem, lead = replace(call.problem, stats=()), call.lead
     if forward is not None:

@@ -21,12 +21,12 @@ from torch import Tensor
 from regard import normalizers, statistics
 from regard._call.arguments import AttentionOptions, key_of
 from regard._call.problem import MARKS, TENSORS, Problem
-from regard._core.cudnn_forward import plan_attention
+from regard._core.cudnn_forward import choose_attention
 from regard._core.derivatives.autograd import FusedAttention, differentiable_twice
 from regard._core.derivatives.transforms import Duals, Setting, split_duals
 from regard._core.dispatch import classify_lengths, has_transform, why_not_carried
 from regard._core.ops.backends import ATTENTION, backend_module
-from regard._core.prepare import Call
+from regard._core.prepare import PreparedCall
 from regard._facts.device import allowed_backends
 from regard._facts.remember import remember
 from regard.statistics import Statistics
@@ -62,7 +62,7 @@ def call_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hash
     return given, tuple(lead), width, tuple(kv_lead), sizes[:-2], sizes[-1], lengths, q.dtype, device, modes
 
 
-def keep_plan(key: Hashable, plan: Plan, call: Call) -> None:
+def keep_plan(key: Hashable, plan: Plan, call: PreparedCall) -> None:
     """Keep a plan for calls like this one."""
     remember(plans, key, plan, MAX_PLANS)
     if call.problem.interval is not None:  # which takes memory, and a step of packed batches brings new ones
@@ -72,7 +72,7 @@ def keep_plan(key: Hashable, plan: Plan, call: Call) -> None:
         with_interval[key] = None
 
 
-def make_plan(call: Call) -> Plan | None:
+def make_plan(call: PreparedCall) -> Plan | None:
     """The plan of a call whose tensors are used as they came; None where something would have to be done to them."""
     problem = call.problem
     others = call.policy, call.row_shift, *(getattr(problem, name) for name in TENSORS[3:] if name != "interval")
@@ -104,7 +104,7 @@ def plan_duals(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tu
     return None if key is None else (duals, key)
 
 
-def keep_setting(key: Hashable, call: Call) -> None:
+def keep_setting(key: Hashable, call: PreparedCall) -> None:
     """Keep how a call in forward mode is computed, if its tensors are used as they came."""
     problem = call.problem
     others = call.policy, call.wanted, *call.inputs[3:]
@@ -115,7 +115,7 @@ def keep_setting(key: Hashable, call: Call) -> None:
 
 
 def _torch_plan(problem: Problem) -> Plan:
-    attend, plain = plan_attention(problem)
+    attend, plain = choose_attention(problem)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = attend(q, k, v)

@@ -1,4 +1,4 @@
-"""From the arguments of `regard.attention` to a checked `Call`: tensors brought to [B, H, M, D], options resolved."""
+"""From the arguments of `regard.attention` to a `PreparedCall`: tensors brought to [B, H, M, D], options resolved."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from regard.temperature.rows import visible_keys
 
 
 @dataclass(slots=True)
-class Call:
+class PreparedCall:
     """One checked call: its problem, the tensors that gradients flow to, and what the caller gets back."""
 
     problem: Problem
@@ -73,7 +73,7 @@ class Call:
         return self.shapes == (p.q.shape, p.k.shape, p.v.shape) and p.q.dtype == self.dtype
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
+def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> PreparedCall:
     """Check every argument, resolve the options and choose the path of a call."""
     wanted = statistics.requested(options.return_stats)
     chosen = normalizers.get(options.normalizer).simplest
@@ -166,7 +166,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         theta = void_outside_kernels(theta, choice)
         problem.theta = theta.expand(problem.q.shape[:3])
     tensors["theta"] = theta
-    return Call(problem, tensors, policy, unscaled, wanted, lead, dtype, path, gate, row_shift, shapes)
+    return PreparedCall(problem, tensors, policy, unscaled, wanted, lead, dtype, path, gate, row_shift, shapes)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from regard._call.problem import Forward, Gradients, Problem, Upstream, Whole
-from regard.parallel.plan import Plan
+from regard.parallel.plan import ShardPlan
 from regard.parallel.schemes import gather, tree
 from regard.statistics import DIFFERENTIABLE
 
@@ -24,7 +24,7 @@ class ParallelAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, scheme: ModuleType, q, k, v, bias, temperature, sink):
+    def forward(ctx: Any, plan: ShardPlan, scheme: ModuleType, q, k, v, bias, temperature, sink):
         plan = _detach(plan)
         found = gather.forward(plan) if plan.engine is None else _merge_parts(plan, scheme)
         ctx.plan, ctx.scheme = plan, scheme
@@ -41,7 +41,7 @@ class ParallelAttention(torch.autograd.Function):
             return _differentiate(ctx, do, dvalues)
 
 
-def _merge_parts(plan: Plan, scheme: ModuleType) -> Forward:
+def _merge_parts(plan: ShardPlan, scheme: ModuleType) -> Forward:
     """Return whole rows from the parts that a scheme merges; they have no statistics."""
     chunks = plan.rows(plan.problem, plan.queries[plan.group.rank])
     finished = [total.finish(rows) for total, (_, rows) in zip(scheme.forward(plan), chunks, strict=True)]
@@ -85,7 +85,7 @@ def _statistic_gradients(problem: Problem, dvalues: Tensor | None) -> dict[str, 
     return {name: x for name, x in zip(problem.stats, dvalues, strict=True) if name in DIFFERENTIABLE}
 
 
-def _detach(plan: Plan) -> Plan:
+def _detach(plan: ShardPlan) -> ShardPlan:
     """Return the plan with every tensor detached."""
     names = ("q", "k", "v", "bias", "mask", "temperature", "sink")
     problem = plan.problem

@@ -1,4 +1,4 @@
-"""`ShardedCall`: the arguments of a call on shards, checked, compared between ranks and turned into a `Plan`."""
+"""`ShardedCall`: the arguments of a call on shards, checked, compared between ranks and turned into a `ShardPlan`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from regard._call.mask.mask import Mask
 from regard._call.mask.visible import Visible, resolve_mask
 from regard._core.dispatch import find_on_request
 from regard._core.dtensor import is_dtensor
-from regard._core.prepare import Call, prepare
+from regard._core.prepare import PreparedCall, prepare
 from regard.parallel.group import RankGroup
 from regard.parallel.handshake import compare_calls, sketch, sketches_match, summarize
 from regard.parallel.layout import Spans, check_layout, count_positions, merge_spans, spans_of_lengths
-from regard.parallel.plan import Plan, choose_engine
+from regard.parallel.plan import ShardPlan, choose_engine
 
 
 @dataclass
@@ -33,7 +33,7 @@ class ShardedCall:
     shared: bool = False
     mask: Mask | None = None  # sized by the whole sequence, after the handshake
 
-    def make_plan(self, group: RankGroup) -> tuple[Plan, Call, int]:
+    def make_plan(self, group: RankGroup) -> tuple[ShardPlan, PreparedCall, int]:
         """Return (the plan, the call, the seed of dropout) after the handshake."""
         call: Any = None
         failure: Exception | None = None
@@ -69,7 +69,7 @@ class ShardedCall:
         tensor = given.tensors[0] if given.tensors else None
         self.mask, self.options = given.mask, self.options._replace(attn_mask=tensor, is_causal=given.is_causal)
 
-    def _with_mask(self, call: Call, queries: int, keys: int) -> tuple[Call, Tensor | None]:
+    def _with_mask(self, call: PreparedCall, queries: int, keys: int) -> tuple[PreparedCall, Tensor | None]:
         """Return the call narrowed by the mask of the whole sequence, and the interval of all queries."""
         assert self.mask is not None
         problem = call.problem
@@ -101,8 +101,8 @@ class ShardedCall:
         longest = 0 if lengths is None else max(torch.as_tensor(lengths).flatten().tolist(), default=0)
         return max(self.k.shape[-2] * world, int(longest))
 
-    def _validate(self, keys: int) -> Call:
-        """Return the arguments as a `Call` on the whole sequence, with placeholders of `keys` keys."""
+    def _validate(self, keys: int) -> PreparedCall:
+        """Return the arguments as a `PreparedCall` on the whole sequence, with placeholders of `keys` keys."""
         backend = self.options.backend if self.options.backend != "torch" else None
         k, v = (x.new_empty(()).expand(*x.shape[:-2], keys, x.shape[-1]) for x in (self.k, self.v))
         call = prepare(self.q, k, v, self.options._replace(backend=backend))
@@ -121,7 +121,7 @@ class ShardedCall:
             raise ValueError("attn_mask: regard.parallel.decode has no gradient of a bias; pass attn_mask.detach()")
         return call
 
-    def _with_own_keys(self, call: Call) -> Call:
+    def _with_own_keys(self, call: PreparedCall) -> PreparedCall:
         batch, groups = call.problem.k.shape[:2]
         lead = (*call.lead[:-1], groups) if call.lead else ()
         own = (x.to(call.problem.q.dtype).expand(*lead, *x.shape[-2:]) for x in (self.k, self.v))
@@ -132,7 +132,7 @@ class ShardedCall:
         mask = self.options.attn_mask
         return mask.shape[-1] if isinstance(mask, Tensor) and mask.ndim else 1
 
-    def _describe(self, call: Call) -> tuple[list[int], dict[str, object]]:
+    def _describe(self, call: PreparedCall) -> tuple[list[int], dict[str, object]]:
         """Return (lengths and other numbers of this rank, what must be the same on every rank)."""
         problem = call.problem
         lengths = [] if problem.key_lengths is None else problem.key_lengths.tolist()
@@ -156,7 +156,7 @@ class ShardedCall:
                 alike[f"with {name} of different shapes (all but the length)"] = (*x.shape[:-2], x.shape[-1])
         return numbers, alike
 
-    def _wants_gradients(self, call: Call) -> bool:
+    def _wants_gradients(self, call: PreparedCall) -> bool:
         learned = (
             self.q,
             self.k,
@@ -192,8 +192,13 @@ class ShardedCall:
 
 
 def _plan(
-    call: Call, group: RankGroup, queries: list[Spans], keys: list[Spans], backend: str | None, interval: Tensor | None
-) -> Plan:
+    call: PreparedCall,
+    group: RankGroup,
+    queries: list[Spans],
+    keys: list[Spans],
+    backend: str | None,
+    interval: Tensor | None,
+) -> ShardPlan:
     problem = call.problem
     engine, kernels = choose_engine(problem, backend)
     reach = _reach_if_alone(call) if interval is None else None
@@ -202,13 +207,13 @@ def _plan(
             spans_of_lengths([count_positions(own) for own in cut], "contiguous", "") for cut in (queries, keys)
         )
     queries, keys = ([merge_spans(own) for own in cut] for cut in (queries, keys))
-    plan = Plan(problem, group, queries, keys, engine, kernels, call.given["bias"], call.given["mask"], interval)
+    plan = ShardPlan(problem, group, queries, keys, engine, kernels, call.given["bias"], call.given["mask"], interval)
     plan.problem = replace(problem, interval=plan.interval_of(group.rank))
     plan.causal_only = reach == (None, 0)
     return plan
 
 
-def _reach_if_alone(call: Call) -> tuple[int | None, int | None] | None:
+def _reach_if_alone(call: PreparedCall) -> tuple[int | None, int | None] | None:
     """Return the problem's reach, or None if anything else depends on positions (a policy may measure it)."""
     problem = call.problem
     others = (problem.bias, problem.mask, problem.key_lengths, call.policy)

@@ -20,7 +20,7 @@ from regard._call.problem import Gradients, Part, Problem, Upstream, Whole
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
 from regard.parallel.layout import Spans, locate_spans
-from regard.parallel.plan import Plan
+from regard.parallel.plan import ShardPlan
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Total:
         return o * kept[..., None], m, z
 
 
-def merge_pairs(plan: Plan, chunks: Spans, pairs: Iterable[tuple[slice, slice, Problem]]) -> list[Total]:
+def merge_pairs(plan: ShardPlan, chunks: Spans, pairs: Iterable[tuple[slice, slice, Problem]]) -> list[Total]:
     """Return the totals of the query chunks over pairs of chunks, (rows, keys, problem) each."""
     totals = [Total(plan.problem.choice) for _ in chunks]
     for here, _, pair in pairs:

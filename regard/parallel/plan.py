@@ -1,4 +1,4 @@
-"""`Plan`: what this rank holds of a call on shards, which pairs of chunks to compute, and the engine that does it."""
+"""`ShardPlan`: what this rank holds of a call on shards, which pairs of chunks meet, and what computes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = {"cpu": "regard._backends.cpu.attention.partial", "triton": "regard._bac
 
 
 @dataclass
-class Plan:
+class ShardPlan:
     """One call on shards. `problem` has this rank's q, k and v; its bias and mask have the columns of all keys.
 
     Parts of the softmax family are computed as softmax: a sink enters once, at the end.

@@ -11,12 +11,12 @@ from regard import statistics
 from regard._call.arguments import AttentionOptions, takes_options
 from regard._core.execute import check_policy_tensor
 from regard._core.gate import apply_gate
-from regard._core.prepare import Call
+from regard._core.prepare import PreparedCall
 from regard.parallel import reference_rows
 from regard.parallel.autograd import ParallelAttention
 from regard.parallel.call import ShardedCall
 from regard.parallel.group import Group, RankGroup
-from regard.parallel.plan import Plan
+from regard.parallel.plan import ShardPlan
 from regard.parallel.schemes import ring, tree
 from regard.statistics import Statistics
 from regard.temperature.rows import Rows, visible_keys
@@ -102,7 +102,7 @@ def _run(arguments: ShardedCall, group: Group, scheme):
         return _compute(plan, call, seed, scheme)
 
 
-def _compute(plan: Plan, call: Call, seed: int, scheme):
+def _compute(plan: ShardPlan, call: PreparedCall, seed: int, scheme):
     problem = plan.problem
     if problem.dropout_p:
         problem.seed = torch.tensor([seed], device=problem.q.device)
@@ -124,7 +124,7 @@ def _compute(plan: Plan, call: Call, seed: int, scheme):
     return out, Statistics(statistics.detach_others(shaped, problem.choice))
 
 
-def _evaluate_policy(plan: Plan, call: Call, scheme) -> Tensor:
+def _evaluate_policy(plan: ShardPlan, call: PreparedCall, scheme) -> Tensor:
     """Return the temperature that the policy gives this rank's rows."""
     assert call.policy is not None
     problem, own = plan.problem, plan.queries[plan.group.rank]

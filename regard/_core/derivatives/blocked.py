@@ -5,7 +5,7 @@ With f the output of some rows, as a function of the tensors x that have derivat
     jvp   f′(x)·t      the tangent of f for a tangent t of x
     vjp   f′(x)ᵀ·u     the gradient of x for an upstream gradient u
 
-Both consist of plain torch operations, so that they have derivatives themselves. Rows are independent: tangents of
+Both consist of plain torch operations, so that they have derivatives themselves. RowBlock are independent: tangents of
 their outputs are joined, gradients of what they share are added.
 """
 
@@ -42,7 +42,7 @@ def vjp(function: Callable, given: Sequence[Tensor], upstream: Sequence[Tensor])
     return torch.func.vjp(function, *given)[1](tuple(upstream))
 
 
-class Rows:
+class RowBlock:
     """The output of rows first … last − 1 of a problem, and its first derivatives, as functions of `given`."""
 
     def __init__(self, options: Problem, tensors: Tensors, first: int, last: int):
@@ -65,13 +65,13 @@ class Rows:
         return x[:, :, self.first : self.last]
 
 
-def _cut_rows(options: Problem, tensors: Tensors) -> Iterator[Rows]:
+def _cut_rows(options: Problem, tensors: Tensors) -> Iterator[RowBlock]:
     q, k = tensors[0], tensors[1]
     assert q is not None and k is not None
     total = q.shape[2]
     step = max(1, SCORES // max(1, math.prod(q.shape[:2]) * k.shape[2]))
     for first in range(0, max(1, total), step):
-        yield Rows(options, tensors, first, min(first + step, total))
+        yield RowBlock(options, tensors, first, min(first + step, total))
 
 
 class Derivatives:
@@ -94,7 +94,7 @@ class Derivatives:
         kept: list[Any] = [self.kept[at] for at in self.places]
         return spread((dx.to(x.dtype) for dx, x in zip(found, kept, strict=True)), self.places)
 
-    def _sum(self, of_rows: Callable[[Rows], tuple[Tensor, ...]]) -> list[Tensor]:
+    def _sum(self, of_rows: Callable[[RowBlock], tuple[Tensor, ...]]) -> list[Tensor]:
         """Σ of_rows(rows) over all rows, entry by entry."""
         total = list(of_rows(self.rows[0]))
         for rows in self.rows[1:]:
@@ -111,7 +111,7 @@ class Derivatives:
         along, count = self._widen(tangents), len(self.given)
         inputs, change = (*self.given, *along), (*self._widen(moved), *self._widen(moved_tangents))
 
-        def of_rows(rows: Rows) -> Tensor:
+        def of_rows(rows: RowBlock) -> Tensor:
             return jvp(lambda *x: jvp(rows.attend, x[:count], x[count:]), inputs, change)[0]
 
         return torch.cat([of_rows(rows) for rows in self.rows], 2)
@@ -120,7 +120,7 @@ class Derivatives:
         """Gradients of the tensors and of their tangents for an upstream gradient of o′."""
         inputs, count = (*self.given, *self._widen(tangents)), len(self.given)
 
-        def of_rows(rows: Rows) -> tuple[Tensor, ...]:
+        def of_rows(rows: RowBlock) -> tuple[Tensor, ...]:
             return vjp(lambda *x: jvp(rows.attend, x[:count], x[count:]), inputs, (widen(rows.take(upstream)),))
 
         total = self._sum(of_rows)

@@ -22,10 +22,10 @@ from regard._call.problem import Forward, Gradients, Problem, Upstream
 from regard.parallel.group import pack, unpack
 from regard.parallel.layout import count_positions, locate_spans
 from regard.parallel.merge import RowGradients, slice_upstream
-from regard.parallel.plan import Plan
+from regard.parallel.plan import ShardPlan
 
 
-def forward(plan: Plan) -> Forward:
+def forward(plan: ShardPlan) -> Forward:
     """Return the output, row state and statistics of this rank's queries."""
     problem, rows = plan.problem, plan.problem.q.shape[:3]
     like = dict(dtype=problem.accumulator, device=problem.q.device)
@@ -39,7 +39,7 @@ def forward(plan: Plan) -> Forward:
     return found
 
 
-def backward(plan: Plan, saved: Forward, upstream: Upstream, shared: bool) -> Gradients:
+def backward(plan: ShardPlan, saved: Forward, upstream: Upstream, shared: bool) -> Gradients:
     """Return the gradients of this rank's shards; `shared`: every rank has the same queries."""
     problem, keys = plan.problem, _gather_keys(plan)
     sums = RowGradients(problem, upstream)
@@ -57,7 +57,7 @@ def backward(plan: Plan, saved: Forward, upstream: Upstream, shared: bool) -> Gr
     return Gradients(sums.q, k, v, sums.bias, sums.temperature, dsink)
 
 
-def _chunks(plan: Plan, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Problem]]:
+def _chunks(plan: ShardPlan, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Problem]]:
     """Yield each chunk of this rank's queries: its slice, and the problem of its rows over all keys."""
     whole = replace(plan.problem, k=k, v=v, queries=plan.total_queries)
     for here, chunk in plan.rows(whole, plan.queries[plan.group.rank]):
@@ -65,7 +65,7 @@ def _chunks(plan: Plan, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Problem]]
             yield here, plan.localize(chunk)
 
 
-def _gather_keys(plan: Plan) -> tuple[Tensor, Tensor]:
+def _gather_keys(plan: ShardPlan) -> tuple[Tensor, Tensor]:
     """Return k and v of all ranks, in the order of their positions."""
     mine, group = (plan.problem.k, plan.problem.v), plan.group
     whole = tuple(x.new_empty((*x.shape[:2], plan.total_keys, x.shape[3])) for x in mine)
@@ -79,7 +79,7 @@ def _gather_keys(plan: Plan) -> tuple[Tensor, Tensor]:
     return whole  # type: ignore[return-value]
 
 
-def _own_sums(plan: Plan, dk: Tensor, dv: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
+def _own_sums(plan: ShardPlan, dk: Tensor, dv: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
     """Return this rank's positions of dk and dv, summed over the ranks unless all of them have the same."""
     group, mine = plan.group, (dk, dv)
     for owner, own in enumerate(plan.keys):

@@ -19,10 +19,10 @@ from regard._call.problem import Gradients, Upstream, Whole
 from regard.parallel.group import pack, unpack
 from regard.parallel.layout import count_positions
 from regard.parallel.merge import KeyGradients, RowGradients, Total, merge_pairs, slice_rows, slice_upstream
-from regard.parallel.plan import Plan
+from regard.parallel.plan import ShardPlan
 
 
-def forward(plan: Plan) -> list[Total]:
+def forward(plan: ShardPlan) -> list[Total]:
     """Return the totals of this rank's query chunks over the keys of all ranks."""
     queries = plan.queries[plan.group.rank]
     visits = _rotate_keys(plan, "ring forward")
@@ -30,7 +30,7 @@ def forward(plan: Plan) -> list[Total]:
     return merge_pairs(plan, queries, pairs)
 
 
-def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
+def backward(plan: ShardPlan, whole: Whole, upstream: Upstream) -> Gradients:
     """Return the gradients of this rank's shards."""
     problem, group = plan.problem, plan.group
     rows, keys = RowGradients(problem, upstream), KeyGradients(problem)
@@ -51,7 +51,7 @@ def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
     return Gradients(rows.q, keys.k, keys.v, rows.bias, rows.temperature)
 
 
-def _rotate_keys(plan: Plan, step: str) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _rotate_keys(plan: ShardPlan, step: str) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (owner, k, v) of every rank's keys, its own first; the next are received meanwhile."""
     group, problem = plan.group, plan.problem
     k, v = problem.k, problem.v
@@ -69,6 +69,6 @@ def _rotate_keys(plan: Plan, step: str) -> Iterator[tuple[int, Tensor, Tensor]]:
             k, v = unpack(flat, [(*x.shape[:2], n, x.shape[3]) for x in (k, v)])
 
 
-def _packed_size(plan: Plan, owner: int) -> int:
+def _packed_size(plan: ShardPlan, owner: int) -> int:
     batch, groups, _, d = plan.problem.k.shape
     return batch * groups * count_positions(plan.keys[owner]) * (d + plan.problem.v.shape[3])

@@ -15,15 +15,15 @@ import torch
 from regard._call.problem import Gradients, Part, Problem, Upstream, Whole
 from regard.parallel.group import RankGroup, pack, unpack
 from regard.parallel.merge import KeyGradients, RowGradients, Total, merge_pairs, slice_rows, slice_upstream
-from regard.parallel.plan import Plan
+from regard.parallel.plan import ShardPlan
 
 
-def forward(plan: Plan) -> list[Total]:
+def forward(plan: ShardPlan) -> list[Total]:
     """Return the totals of the query chunks over the keys of all ranks, the same on every rank."""
     return [all_merge(plan.group, total) for total in merge_pairs(plan, plan.queries[0], _pairs(plan))]
 
 
-def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
+def backward(plan: ShardPlan, whole: Whole, upstream: Upstream) -> Gradients:
     """Return the gradients of the queries, summed over the ranks, and of this rank's keys."""
     sums, keys = RowGradients(plan.problem, upstream), KeyGradients(plan.problem)
     for here, there, pair in _pairs(plan):
@@ -35,7 +35,7 @@ def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
     return Gradients(dq, keys.k, keys.v, temperature=dtemperature)
 
 
-def _pairs(plan: Plan) -> Iterator[tuple[slice, slice, Problem]]:
+def _pairs(plan: ShardPlan) -> Iterator[tuple[slice, slice, Problem]]:
     """Yield the pairs of chunks of the queries and of this rank's keys."""
     problem, rank = plan.problem, plan.group.rank
     full = (*problem.q.shape[:3], problem.k.shape[2])

@@ -257,7 +257,8 @@ def test_a_second_process_loads_from_disk(tmp_path):
     hits = []
     for names in (["softmax1"], []):
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-        environment.pop("NUMBA_CACHE_DIR", None)
+        for name in ("NUMBA_CACHE_DIR", "REGARD_CACHE"):
+            environment.pop(name, None)
         given = dict(env=environment, check=True, capture_output=True, text=True, timeout=240)
         run = subprocess.run([*command, *names], **given)
         hits.append(int(run.stdout))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._backends.cpu.attention.intervals import Intervals, cut_queries, recognize_intervals
+from regard._backends.cpu.attention.intervals import RowIntervals, cut_queries, recognize_intervals
 from regard._backends.cpu.attention.score_rows import score_kernel
 from regard._backends.cpu.jit.compile import precision_of
 from regard._backends.cpu.tasks import run_here, run_tasks
@@ -179,7 +179,7 @@ class Blocks:
         self.intervals = None
         width = max(1, min(self.n, self.left + self.right + 1))  # keys that one query sees, at most
         if problem.interval is not None:
-            self.intervals = Intervals(problem, self.left, self.right, self.limits)
+            self.intervals = RowIntervals(problem, self.left, self.right, self.limits)
             width = max(1, min(width, self.intervals.width))
         total = self.batch * self.heads * self.queries
         self.parts, self.tasks = 1, []

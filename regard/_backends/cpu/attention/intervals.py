@@ -17,7 +17,7 @@ BLOCK_COST = 1 << 14  # scores that take as long as Python's share of one block,
 JUMP = 16  # keys by which an interval moves from one query to the next where a block may end
 
 
-class Intervals:
+class RowIntervals:
     """Arrays lo, hi and position, [B, 1 or H, M] each; keys are indices into k, and an empty row has lo = hi = 0."""
 
     def __init__(self, problem: Problem, left: int, right: int, limits: list[int]):

@@ -5,8 +5,9 @@ python benchmarks/incidents.py [--half seen|unseen|new] [--only WORD] [--seed N]
 Each run trains a character model of 2 to 4 layers on regard's own source under `regard.Monitor(model, every=100)` with
 its defaults and `monitor.step(loss=…)`. Late runs go on from step 700 of a sound one, its weights, optimizer and
 `monitor.state_dict()`. Every second run of each list is "unseen": rules were set on the others. `--seed` makes all runs
-anew, the base too, from other weights and batches, which no rule has seen. A sudden fault has
-its first sign at its own step; a slow one is judged by the step at which the loss shows it, as in early_warning.py.
+anew, the base too, from other weights and batches, which no rule has seen. A sudden fault has its first sign at its own
+step, and its effect is the mean loss of the twenty steps after it beside that of its twin, the same training without
+it; a slow one is judged by the step at which the loss shows it, as in early_warning.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 import regard
 from benchmarks.early_warning import LENGTH, Model, load_text, step_of_loss
 from benchmarks.incident_runs import AFTER, BATCH, EARLY, FAILING, LATE, SLOW, SOUND, Run
+
+EFFECT = 0.1  # of a fault on the loss, in nats, that is to be reported
 
 
 class Training:
@@ -120,21 +123,33 @@ def main() -> None:
     def chosen(runs: list[Run]) -> list[tuple[str, Run]]:
         return [(run.half, run) for run in runs if options.half in (None, run.half) and options.only in run.name]
 
-    lines = ["| run | half | loss | fault or loss at | incident at | cause | right | incidents |",
-             "| --- | --- | --- | ---: | ---: | --- | --- | ---: |"]  # fmt: skip
-    counts = {key: [0, 0] for key in ("sudden", "slow", "cause", "few")}
+    lines = ["| run | half | loss | effect | fault or loss at | incident at | cause | right | incidents |",
+             "| --- | --- | --- | ---: | ---: | ---: | --- | --- | ---: |"]  # fmt: skip
+    counts = {key: [0, 0] for key in ("sudden", "harmful", "slow", "cause", "few")}
+    twins: dict[tuple, list[float]] = {}
+
+    def losses_of_twin(run: Run) -> list[float]:
+        """Returns the losses of the same training without its fault."""
+        sane = {name: value for name, value in run.model.items() if name not in ("scale", "bf16")}
+        key = run.late, run.seed, run.at, str(sane)
+        if key not in twins:
+            twins[key] = run_one(Run("twin", late=run.late, seed=run.seed, at=run.at, model=sane), text, base)[1]
+        return twins[key]
+
     for half, run in chosen(FAILING):
         found, losses, seconds = run_one(run, text, base)
         first = found[0] if found else None
         offset = 700 if run.late else 0
         if run.at is not None:
             sign, in_time = run.at, first is not None and first.opened <= run.at + 5
-            counts["sudden"][0] += in_time
-            counts["sudden"][1] += 1
+            after = slice(run.at - offset, run.at - offset + 20)
+            effect = sum(losses[after]) / 20 - sum(losses_of_twin(run)[after]) / 20
+            for key in ("sudden", "harmful")[: 2 - (abs(effect) < EFFECT)]:
+                counts[key][0] += in_time
+                counts[key][1] += 1
         else:
-            sound = Run("twin", late=run.late, seed=run.seed, model={k: v for k, v in run.model.items()
-                                                                     if k not in ("scale", "bf16")})  # fmt: skip
-            shown = step_of_loss(losses, run_one(sound, text, base)[1])
+            effect = math.nan
+            shown = step_of_loss(losses, losses_of_twin(run))
             sign = None if shown is None else shown + offset
             if sign is not None:
                 counts["slow"][0] += first is not None and first.opened < sign
@@ -146,7 +161,8 @@ def main() -> None:
         counts["few"][1] += 1
         told = "none" if first is None else str(first.opened)
         cause = "" if first is None else first.cause
-        lines.append(f"| {run.name} | {half} | {sparkline(losses)} | {sign or 'never'} | {told} | {cause} | "
+        by = "" if effect != effect and run.at is None else f"{effect:+.2f}"
+        lines.append(f"| {run.name} | {half} | {sparkline(losses)} | {by} | {sign or 'never'} | {told} | {cause} | "
                      f"{'yes' if right else 'no'} | {len(found)} |")  # fmt: skip
         print(lines[-1], f"[{seconds:.0f} s]", "; ".join(one.text for one in found)[:160], flush=True)
     sound_lines, warned = ["| run | half | loss | warnings |", "| --- | --- | --- | --- |"], 0
@@ -157,7 +173,8 @@ def main() -> None:
                            f"{'; '.join(f'step {one.opened}: {one.cause}' for one in found) or 'none'} |")  # fmt: skip
         print(sound_lines[-1], f"[{seconds:.0f} s]", "; ".join(one.text for one in found)[:160], flush=True)
     summary = (
-        f"Sudden faults reported within 5 steps: {counts['sudden'][0]} of {counts['sudden'][1]}. Slow ones before the "
+        f"Sudden faults reported within 5 steps: {counts['sudden'][0]} of {counts['sudden'][1]}, of those that change "
+        f"the loss by {EFFECT}: {counts['harmful'][0]} of {counts['harmful'][1]}. Slow ones before the "
         f"loss: {counts['slow'][0]} of {counts['slow'][1]}. Right cause: {counts['cause'][0]} of {counts['cause'][1]}. "
         f"At most two incidents: {counts['few'][0]} of {counts['few'][1]}. Sound runs with a warning: {warned} of "
         f"{len(sound_lines) - 2}."

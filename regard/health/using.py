@@ -16,7 +16,8 @@ from regard._call.options import check_softcap, is_real
 from regard._call.scores import resolve_scale
 from regard.health.capture.call import Call
 from regard.health.capture.guard import Refused
-from regard.health.capture.interception import Interception, check_model, running_frame
+from regard.health.capture.interception import Interception, check_model, find_caller, running_frame
+from regard.health.watching.taps import has_compiled_parts
 from regard.health.what_if import WhatIf
 from regard.nn.validation import check_gates
 from regard.temperature.named import unsized
@@ -138,6 +139,11 @@ class using:
         self._interception.describe = self.describe
         self._interception.needs_frames = gate is not None
         self._interception.start()
+        if has_compiled_parts(model):
+            warnings.warn(
+                "regard.using runs this compiled model as it was written, uncompiled, until the block ends",
+                stacklevel=find_caller()[1] + 1,
+            )
         self._mark = model.register_forward_pre_hook(CopyWarning())
 
     def describe(self) -> dict[str, Any]:

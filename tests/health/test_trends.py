@@ -1,5 +1,6 @@
 """regard.Monitor raises alarms about heads that are unhealthy or about to be, and not about healthy ones."""
 
+import math
 import random
 import re
 import warnings
@@ -261,6 +262,18 @@ def test_a_loss_that_rises_slowly_within_its_noise_is_found():
         if band.has_jumped:
             break
     assert band.is_rising and step < 375 and not band.has_leapt
+
+
+def test_noise_that_is_correlated_or_has_heavy_tails_is_no_rise():
+    """A plateau of 3,000 steps: the spread of steps alone took its own waves for a rise."""
+    draw = random.Random(0)
+    for correlation, tails in ((0.4, False), (0.0, True)):
+        band, wave = LossBand(), 0.0
+        for step in range(3000):
+            noise = draw.gauss(0, 1) / (math.sqrt(draw.gammavariate(1.5, 2 / 3)) if tails else 1.0)
+            wave = correlation * wave + math.sqrt(1 - correlation**2) * noise
+            band.add(step, 3.0 + 0.05 * wave)
+            assert not band.is_rising
 
 
 def test_a_loss_that_stays_at_a_new_level_may_jump_again():

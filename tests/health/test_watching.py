@@ -304,7 +304,7 @@ def test_nan_is_told_within_two_steps_between_samples():
     model, events = layer(), []
     monitor = regard.Monitor(model, every=100, on_alarm=events.append, budget=1.0)
     for _ in range(200):  # beyond the dense start
-        monitor._schedule.take(monitor.steps)
+        monitor._sampler.schedule.take(monitor.steps)
     with monitor, warnings.catch_warnings():
         warnings.simplefilter("ignore", AttentionWarning)
         for step in range(1, 60):
@@ -320,7 +320,7 @@ def test_a_large_logit_between_samples_draws_a_sample():
     model = layer()
     with regard.Monitor(model, every=1000, budget=1.0) as monitor, warnings.catch_warnings():
         warnings.simplefilter("ignore", AttentionWarning)
-        monitor._schedule.gap, monitor._schedule._next = 1000, 1000
+        monitor._sampler.schedule.gap, monitor._sampler.schedule._next = 1000, 1000
         for step in range(2, 60):
             model(torch.randn(2, 24, 16))
             if step == 50:
@@ -351,7 +351,7 @@ def test_values_that_are_lost_from_one_step_to_the_next():
     model = layer()
     with regard.Monitor(model, every=1000, budget=1.0) as monitor, warnings.catch_warnings():
         warnings.simplefilter("ignore", AttentionWarning)
-        monitor._schedule.gap, monitor._schedule._next = 1000, 1000
+        monitor._sampler.schedule.gap, monitor._sampler.schedule._next = 1000, 1000
         for step in range(1, 40):
             if step in (20, 24):
                 with torch.no_grad():

@@ -38,7 +38,8 @@ def batch():
 
 
 def clip_once(model, **options):
-    clip = regard.QKClip(model, 5.0, **options)
+    rows = []
+    clip = regard.QKClip(model, 5.0, log=rows.append if dist.get_rank() == 0 else None, **options)
     model(batch()).square().mean().backward()
     clip.step()
     found = {name: [round(x, 3) for x in tops] for name, tops in clip.last.max_logit.items()}
@@ -47,7 +48,7 @@ def clip_once(model, **options):
     after = {name: [round(x, 3) for x in tops] for name, tops in clip.last.max_logit.items()}
     heads = [one.head for one in clip.last.heads]
     clip.close()
-    return found, after, heads
+    return found, after, heads, [{name: round(x, 3) for name, x in row.items()} for row in rows]
 
 
 def run_whole(rank, world):
@@ -68,6 +69,18 @@ def run_local_shards(rank, world, **options):
 
 def run_local_shards_with_group(rank, world):
     return run_local_shards(rank, world, tensor_group=dist.group.WORLD)
+
+
+def run_stages(rank, world):
+    """Each rank has another layer under the same name; the first alone has a log."""
+    model, rows = Model(), []
+    with torch.no_grad():
+        model.blocks[0].wk.weight.mul_(1.0 + rank)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    log = rows.append if rank == 0 else None
+    with regard.QKClip(model, 5.0, group=alone, pipeline_group=dist.group.WORLD, log=log) as clip:
+        model(batch()).square().mean().backward()
+        return max(clip.step().max_logit["blocks.0"]), rows
 
 
 def run_dtensor_shards(rank, world, named):

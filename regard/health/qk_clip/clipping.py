@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from regard._core.dtensor import is_dtensor
@@ -62,13 +63,27 @@ class Clipped:
                     found.append(Clip(name, head, largest[head].item(), factor))
         return found
 
-    def scalars(self) -> dict[str, float]:
-        """Returns the largest logit over the model and per layer, and the number of clipped heads, by series name."""
-        tops = {name: max(heads, default=-math.inf) for name, heads in self.max_logit.items()}
+    def scalars(self, groups: Groups) -> dict[str, float]:
+        """Returns the largest logit over the model and per layer, and the number of clipped heads, by series name.
+
+        Over all ranks of `groups`, whose other heads and layers are joined here: each of them has to call it.
+        """
+        clipped, tops = len(self.heads), {name: max(heads, default=-math.inf) for name, heads in self.max_logit.items()}
+        for group in (groups.tensor, groups.pipeline):
+            if group is None:
+                continue
+            gathered: list = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, (clipped, tops), group=group)
+            clipped, tops = sum(one for one, _ in gathered), {}
+            for stage, (_, more) in enumerate(gathered):
+                for name, top in more.items():
+                    is_other = group is groups.pipeline and sum(name in each for _, each in gathered) > 1
+                    label = f"stage{stage}.{name}" if is_other else name
+                    tops[label] = max(top, tops.get(label, -math.inf))
         names = series_names(list(tops))
         found = {f"attention/{names[name]}/max_logit": top for name, top in tops.items()}
         top = max(tops.values(), default=math.nan)
-        return found | {"attention/max_logit": top, "attention/clipped_heads": len(self.heads)}
+        return found | {"attention/max_logit": top, "attention/clipped_heads": clipped}
 
     def __repr__(self) -> str:
         if not self._found and not self.skipped:
@@ -157,7 +172,7 @@ def _shards_of(module: nn.Module, groups: Groups) -> Iterator[tuple[int, Any]]:
         return
     mesh = max(meshes, key=lambda one: one.ndim)
     if groups.tensor is not None:
-        yield torch.distributed.get_world_size(groups.tensor), groups.tensor
+        yield dist.get_world_size(groups.tensor), groups.tensor
     order = sorted(range(mesh.ndim), key=lambda at: (mesh.mesh_dim_names or ("",) * mesh.ndim)[at] in TENSOR)
     for at in reversed(order):
         yield mesh.size(at), mesh.get_group(at)
@@ -165,9 +180,9 @@ def _shards_of(module: nn.Module, groups: Groups) -> Iterator[tuple[int, Any]]:
 
 def _join_heads(factors: Tensor, group: Any) -> Tensor:
     """Returns the factors of all heads, in the order of the ranks that hold them."""
-    world = torch.distributed.get_world_size(group)
+    world = dist.get_world_size(group)
     joined = [torch.empty_like(factors) for _ in range(world)]
-    torch.distributed.all_gather(joined, factors.contiguous(), group=group)
+    dist.all_gather(joined, factors.contiguous(), group=group)
     return torch.cat(joined)
 
 

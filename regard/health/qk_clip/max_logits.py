@@ -22,6 +22,7 @@ from regard.health.capture.call import UNDER_VMAP, Call
 from regard.health.capture.interception import as_written, find_caller
 from regard.health.measure.side_stream import HostCopies
 from regard.health.watching.hooks import ForwardInterceptions
+from regard.health.watching.taps import STATE as TAPS
 from regard.health.watching.taps import Taps, has_compiled_parts
 from regard.nn import MultiheadAttention
 from regard.nn.projections import bounded_scores_reason
@@ -82,6 +83,7 @@ class MaxLogits:
     def read_modules(self) -> None:
         """Adds the training calls that `regard.nn` modules remember and that were not observed."""
         self._interceptions.close(succeeded=False)  # of a forward that Ctrl-C ended
+        TAPS.in_full = False
         self._ask_modules(True)
         for name, module in self.regard_modules.items():
             for thread in list(module._last):
@@ -192,12 +194,14 @@ class MaxLogits:
         if module.training and torch.is_grad_enabled():
             self.forwards += 1
             if self._taps is not None and has_compiled_parts(module):
+                TAPS.in_full = True  # where the graph does not run, in a sample of a Monitor for one
                 self._compiled_forwards += 1
             else:
                 self._interceptions.open(module, self)
 
     def _end_forward(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         if not torch.compiler.is_compiling() and self._hooks:
+            TAPS.in_full = False
             self._interceptions.close(succeeded=output is not None)
             self.is_joined = is_under_join(module)
 

@@ -6,6 +6,7 @@ import math
 import numbers
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,8 +50,8 @@ class QKClip:
     The logits are those from before the optimizer's step, which may raise them: between steps they pass τ by what one
     step adds, 9 to 18 % at a learning rate of 3e-3 in a small model. `margin` clips by what they will be after it.
 
-    A step that saw no logits, or could not clip a layer whose logits passed τ, warns with the reason; ten such steps in
-    a row raise an error unless `strict` is False.
+    A step that saw no logits, could not clip a layer whose logits passed τ, or found the clip before it undone warns
+    with the reason; ten such steps, with no two others in a row between them, raise an error unless `strict` is False.
 
     Args:
         model: the model in training; what `qk_clip` takes.
@@ -67,7 +68,7 @@ class QKClip:
         masters: a function from a parameter to the float32 copy that the optimizer keeps of it, or None where it keeps
             none. Copies in the state of a hooked optimizer (a key with "master" in it) and in `parameter.main_param`
             (Megatron) are found without it. Sharded parameters (FSDP2) are clipped as they are.
-        strict: False to go on after ten steps that clipped nothing where they should have.
+        strict: False to go on after such ten steps.
         margin: by which share a step is expected to raise the largest logits: heads are clipped from τ/(1 + margin) on,
             to that. "auto" measures it for each head from step to step.
 
@@ -79,7 +80,7 @@ class QKClip:
         TypeError: `model` is not an nn.Module.
         ValueError: `threshold` is not a positive, finite number, `margin` not a number ≥ 0 or "auto", the model is
             `nn.DataParallel`, or the ranks' weights differ and no group is given.
-        RuntimeError: Ranks without one of these, after a minute; or ten steps in a row that clipped nothing.
+        RuntimeError: Ranks without one of these, after a minute; or ten steps that clipped nothing, see above.
     """
 
     def __init__(
@@ -106,13 +107,15 @@ class QKClip:
         self.groups = find_groups(model, group, tensor_group, pipeline_group)
         self.steps = 0
         self.last: Clipped | None = None  # of the last step
-        self.failed = 0  # consecutive steps that clipped nothing where they should have
+        self.failed = 0  # steps that clipped nothing where they should have, since two in a row were fine
+        self._failing_since, self._was_fine = 0, True
         self._writer = None if log is None else make_writer(log)
+        self._is_logged = self.groups.agree(log is not None)  # by any rank: all take part in the numbers then
         self._warned: set[str] = set()
         self._optimizers: list[weakref.ref] = []
         self._handles: list = []
         self._grown: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> expected logits, expected growth
-        self._before: dict[str, tuple[Tensor, Tensor | None]] = {}  # what the step before found
+        self._before: deque[dict[str, tuple[Tensor, Tensor | None]]] = deque(maxlen=2)  # what the last steps found
         self._copies = HostCopies()
         observe(model).start()
 
@@ -130,8 +133,10 @@ class QKClip:
         )  # fmt: skip
         self.steps += 1
         self._judge(complaint)
-        if self._writer is not None and is_first_rank():
-            self._writer.write(self.steps, self.last.scalars(), [])
+        if self._is_logged:
+            scalars = self.last.scalars(self.groups)
+            if self._writer is not None and is_first_rank():
+                self._writer.write(self.steps, scalars, [])
         return self.last
 
     def _judge(self, complaint: str | None) -> None:
@@ -142,7 +147,7 @@ class QKClip:
             if complaint is not None:
                 self._fail(f"QKClip clips nothing: {complaint}")
             else:
-                self.failed = 0
+                self._note_fine()
             return
         undone = self._find_undone(last)
         skipped = {name: largest for name, (largest, _) in last._found.items() if name in last.unclipped}
@@ -154,13 +159,17 @@ class QKClip:
             self._copies.finish()
 
     def _find_undone(self, last: Clipped) -> Tensor:
-        """True, as a tensor, if a head that was shrunk a lot in the step before is as large as it was."""
-        before, self._before = self._before, last._found
+        """True, as a tensor, if a head that was shrunk a lot is as large as it was.
+
+        Two steps back too: an optimizer writes its copies back after the forward that has shown the clip to hold.
+        """
         found = []
-        for name, (largest, _) in last._found.items():
-            was, factors = before.get(name, (largest, None))
-            if factors is not None:
-                found.append(((factors < 0.7) & (largest > 0.9 * was)).any())
+        for before in self._before:
+            for name, (largest, _) in last._found.items():
+                was, factors = before.get(name, (largest, None))
+                if factors is not None:
+                    found.append(((factors < 0.7) & (largest > 0.9 * was)).any())
+        self._before.append(last._found)
         device = next(iter(last._found.values()))[0].device
         return torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=device)
 
@@ -172,13 +181,18 @@ class QKClip:
                 self._fail(self._describe_skipped(reasons))
             elif came_back and not self.log_only:
                 self._fail(
-                    "QKClip has no effect: weights that it shrank in the step before are as large as they were. The "
+                    "QKClip has no effect: weights that it shrank a step or two before are as large as they were. The "
                     "optimizer keeps copies and writes them back: pass it to hook() or follow(), or pass masters="
                 )
             else:
-                self.failed = 0
+                self._note_fine()
 
         return read
+
+    def _note_fine(self) -> None:
+        """Notes a step that did what it should; an optimizer that undoes each clip shows it at every second step."""
+        self.failed = 0 if self._was_fine else self.failed
+        self._was_fine = True
 
     def _describe_skipped(self, reasons: Mapping[str, str]) -> str:
         (layer, reason), *others = reasons.items()
@@ -189,12 +203,13 @@ class QKClip:
         return f"QKClip cannot clip {where}: {layer or 'the model itself'}: {reason}{more}; see `.last.skipped`"
 
     def _fail(self, text: str) -> None:
-        """Warns once of each reason; raises after ten steps in a row."""
-        self.failed += 1
+        """Warns once of each reason; raises after ten such steps."""
+        self._failing_since = self._failing_since if self.failed else self.steps
+        self.failed, self._was_fine = self.failed + 1, False
         if self.strict and not self.log_only and self.failed >= MOST_FAILED:
             raise RuntimeError(
-                f"{text}. These were {self.failed} steps in a row (step {self.steps}); pass strict=False to train on "
-                "without a clip"
+                f"{text}. It was so at {self.failed} of the last {self.steps - self._failing_since + 1} steps; pass "
+                "strict=False to train on without a clip"
             )
         if text not in self._warned and is_first_rank():
             self._warned.add(text)

@@ -36,6 +36,13 @@ class Groups:
     tensor: Any = None
     pipeline: Any = None
 
+    def agree(self, is_wanted: bool) -> bool:
+        """Returns whether any rank that holds other heads or layers wants something; all of them have to call it."""
+        for group in (self.tensor, self.pipeline):
+            if group is not None:
+                is_wanted = "yes" in meet(dist.get_process_group_ranks(group), "yes" if is_wanted else "no")
+        return is_wanted
+
 
 def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

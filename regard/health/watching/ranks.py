@@ -41,6 +41,10 @@ KEPT = 16  # merged samples that stay in the store; ranks read them within a ste
 _NUMBERS = itertools.count()
 
 
+class GroupNeeded(ValueError):
+    """The ranks cannot be put together without a group."""
+
+
 @dataclass
 class Joined:
     """A sample over ranks: its layers, the first step within the budget, and what is to be said about ranks."""
@@ -221,6 +225,27 @@ class Ranks:
         except Exception as error:
             self.alone = f"{type(error).__name__}: {error}"
             return False
+
+    def explain(self, joined: Joined) -> str:
+        """Returns which ranks a sample lacks, and why; raises GroupNeeded where ranks hold other heads."""
+        kind, *pair = joined.refused.split(" ")
+        if kind == "heads":
+            raise GroupNeeded(
+                f"Monitor: ranks {pair[0]} and {pair[1]} are given the same and hold different weights of queries and "
+                "keys. If these are different heads of the same layers, pass tensor_group=; if the ranks train models "
+                "of their own, group="
+            )
+        if kind == "layers":
+            self.alone = f"ranks {pair[0]} and {pair[1]} hold different layers (pass pipeline_group=)"
+        if not joined.absent or self.alone:
+            return ""
+        names = ", ".join(map(str, joined.absent[:8]))
+        if self.find_unmade(joined.absent) == joined.absent:
+            return f"Monitor was not made on ranks {names}, so they are not watched. Make it on every rank."
+        return (
+            f"rank {names} sent no sample of step {joined.step} for {self.timeout:g} s, so it is left out: its data "
+            "have ended, it runs other steps, or it has failed"
+        )
 
     def find_unmade(self, ranks: list[int]) -> list[int]:
         """Returns those of the ranks on which no monitor was made."""

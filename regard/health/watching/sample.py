@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from regard.health.checks import collapsed, dead, diffuse, dying_gradient, exploding_logits, scale_off
+from regard.health.checks.finding import LOGIT_LIMIT
 from regard.health.measure.histogram import ROW
 from regard.health.measure.layer_reading import LayerReading
 
@@ -86,6 +87,13 @@ def fill_table(table: Tensor, reading: LayerReading) -> None:
     cells[:, [AT["query_rows"], AT["key_rows"]]] = queries, keys = reading.norm_rows.numpy()
     for name, sums, count in zip(NORMS, reading.norms.numpy(), (queries, keys, keys), strict=True):
         cells[:, AT[name]] = sums / max(count, 1.0)
+
+
+def fill_max_logits(table: Tensor, largest: Tensor) -> None:
+    """Writes the largest logits of a layer's heads, where they alone are known, into its table."""
+    table[:, AT["rows"]] = (largest > -torch.inf).double()
+    table[:, AT["max_logit"]] = largest
+    table[:, AT["exploding logits"]] = torch.where(largest > LOGIT_LIMIT, largest, torch.nan)
 
 
 def merge_tables(tables: Tensor) -> Tensor:

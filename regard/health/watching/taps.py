@@ -41,6 +41,7 @@ class _State:
     seen: Tensor | None = None
     whole: bool = False
     eagerly: bool = False  # do calls outside compiled graphs count too?
+    in_full: bool = False  # does a forward run whose calls outside graphs are looked at as those in graphs are?
 
 
 STATE = _State()
@@ -109,8 +110,10 @@ def _tapped_sdpa(
 ) -> Tensor:  # fmt: skip
     """torch's function, after a look at its logits where a tapped module runs."""
     if STATE.seen is not None and not torch.compiler.is_compiling():
-        if not CAPTURES.captures and query.layout == torch.strided and not is_unreadable(query):
-            note(query.detach(), key.detach(), value.detach(), attn_mask, is_causal, scale, False, STATE.seen.few)  # type: ignore[attr-defined]
+        is_wanted = (STATE.in_full or not CAPTURES.captures) and query.layout == torch.strided
+        if is_wanted and not is_unreadable(query):
+            seen: Tensor = STATE.seen if STATE.in_full else STATE.seen.few  # type: ignore[attr-defined]
+            note(query.detach(), key.detach(), value.detach(), attn_mask, is_causal, scale, STATE.in_full, seen)
     elif STATE.seen is not None:
         torch.ops.regard_taps.note(
             query.detach(), key.detach(), value.detach(), attn_mask if attn_mask is None else attn_mask.detach(),
@@ -120,7 +123,11 @@ def _tapped_sdpa(
 
 
 def _enter(module: nn.Module, inputs: tuple) -> None:
-    if (STATE.eagerly or torch.compiler.is_compiling()) and module.training and torch.is_grad_enabled():
+    if (
+        (STATE.eagerly or STATE.in_full or torch.compiler.is_compiling())
+        and module.training
+        and torch.is_grad_enabled()
+    ):
         STATE.seen = module.__dict__["regard_logits"]
 
 
@@ -161,7 +168,7 @@ def _enter_multi_head(module: nn.MultiheadAttention, inputs: tuple, named: dict)
 
 
 def _leave(module: nn.Module, inputs: tuple, output: Any) -> None:
-    if STATE.eagerly or torch.compiler.is_compiling():
+    if STATE.eagerly or STATE.in_full or torch.compiler.is_compiling():
         STATE.seen = None
 
 

@@ -23,7 +23,7 @@ from regard.health.measure.postponed import MOST_BYTES, PostponedCall, can_wait,
 from regard.health.measure.recorder import HEADS_CHANGE, BatchReading, Layer, Recorder
 from regard.health.measure.side_stream import HostCopies, record_event
 from regard.health.watching.black_box import as_row, measure_worst_row
-from regard.health.watching.sample import AT, WATCHED, fill_table
+from regard.health.watching.sample import AT, WATCHED, fill_max_logits, fill_table
 
 MOST_WORST = 512  # layers whose worst row is kept
 
@@ -278,10 +278,7 @@ class MaxLogitRecorder(TimedRecorder):
         return (layer.name, 0) in self.largest
 
     def fill(self, layer: Layer, table: Tensor) -> None:
-        largest = self.largest[layer.name, 0].double()
-        table[:, AT["rows"]] = (largest > -torch.inf).double()
-        table[:, AT["max_logit"]] = largest
-        table[:, AT["exploding logits"]] = torch.where(largest > LOGIT_LIMIT, largest, torch.nan)
+        fill_max_logits(table, self.largest[layer.name, 0].double())
 
     def mark_flags(self, layers: list[Layer], tables: dict[int, Tensor]) -> None:
         """Does nothing: the only flag is set in `fill`."""

@@ -1,0 +1,138 @@
+"""What a monitor knows of every step: its loss and gradient, a few logits and values, and what is wrong with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from regard.health.checks.finding import LOGIT_LIMIT
+from regard.health.measure.side_stream import HostCopies
+from regard.health.watching.bands import LossBand
+from regard.health.watching.incidents import DEAD, LARGE, LOSSES, NOT_FINITE, Alarm, Incidents
+from regard.health.watching.pulse import Pulse
+from regard.health.watching.symptoms import Symptom
+
+SHIFT = math.log(1.25)  # change of the norms of q and k, or five times that of logits, from which attention has moved
+PATIENCE = 8  # steps that a loss outside its band waits for a sample of attention
+EXPLAINS = (LARGE, NOT_FINITE, DEAD)  # causes that explain a jump of the loss
+NOWHERE = ("", -1)  # the place of what no head has
+HISTORY = 50  # samples whose norms are kept
+
+
+class EveryStep:
+    """The numbers of every step of one training, and the incidents that they show."""
+
+    def __init__(self, incidents: Incidents) -> None:
+        self.incidents = incidents
+        self.loss, self.gradient = LossBand(), LossBand(spreads=2.0, share=0.3, rises=False)
+        self.pulse: Pulse | None = None  # while the model is watched
+        self.last_finite = 0  # the last step that was
+        self._largest = LossBand(spreads=2.0, share=0.1, rises=False)  # of the pulse's largest logits
+        self._sudden: list[Symptom] = []  # of the pulse, that were not told
+        self._given = HostCopies()  # losses and norms that the user passed in
+        self._history: list[tuple[int, float, float]] = []  # step, norm of q and k, largest logit of each sample
+
+    def start(self, model: nn.Module) -> None:
+        self.pulse = Pulse(model)
+
+    def stop(self) -> None:
+        if self.pulse is not None:
+            self.pulse.close()
+        self.pulse = None
+
+    def observe(self, step: int, loss: Any, grad_norm: Any) -> None:
+        """Takes the loss and the gradient's norm of a step; tensors are read later, without a wait."""
+        for band, value in ((self.loss, loss), (self.gradient, grad_norm)):
+            if isinstance(value, Tensor) and value.numel() == 1:
+                self._given.add(value.detach().reshape(1).float(), _receiver(band, step))
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                band.add(step, float(value))
+        self._given.start()
+
+    def read(self, step: int) -> tuple[bool, bool]:
+        """Reads what the step before has left; returns whether there was anything, and whether it looks wrong."""
+        self._given.finish()
+        trouble, pulse, find_open = (
+            self.loss.is_suspicious or self.gradient.is_suspicious,
+            self.pulse,
+            self.incidents.find_open,
+        )
+        if pulse is None or not pulse.read():
+            return False, trouble
+        if pulse.is_finite:
+            self.last_finite = pulse.step or 0
+        self._largest.add(step - 1, pulse.largest)
+        self._sudden += pulse.sudden
+        trouble |= bool(self._sudden) or (self._largest.is_suspicious and pulse.largest > LOGIT_LIMIT / 4)
+        trouble |= not pulse.is_finite and not find_open(NOT_FINITE)
+        return True, trouble or (pulse.largest > LOGIT_LIMIT and not find_open())
+
+    def note_sample(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Keeps what a sample says of attention, to tell later whether it has moved."""
+        norms = scalars.get("attention/q_norm", math.nan) + scalars.get("attention/k_norm", math.nan)
+        self._history = [*self._history[1 - HISTORY :], (step, norms, scalars.get("attention/max_logit", math.nan))]
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what this rank has seen since the last call of its loss and of sudden changes, as plain values."""
+        band, output_lost = self.loss, self.pulse is not None and not self.pulse.is_finite
+        is_lost = math.isinf(band.last) or (band.outside > 0 and math.isnan(band.last))
+        sudden, self._sudden = self._sudden, []
+        return {
+            "lost": "the loss" if is_lost else "an output or a logit" if output_lost else "", "last": band.last,
+            "middle": band.middle, "jumped": band.has_jumped, "leapt": band.has_leapt, "first": band.first_outside,
+            "outside": band.outside, "sudden": sudden,
+        }  # fmt: skip
+
+    def judge(self, step: int, loss: Mapping[str, Any]) -> list[Alarm]:
+        """Opens incidents where numbers of every step have jumped or are lost; resolves them where they are back."""
+        incidents, is_finite = self.incidents, math.isfinite(loss["last"])
+        found = [Symptom(kind, severity, tuple(place), *rest) for kind, severity, place, *rest in loss["sudden"]]
+        incidents.is_lost = bool(loss["lost"])
+        if loss["lost"] and not incidents.find_open(NOT_FINITE):
+            text = f"{loss['lost']} is NaN or infinite; the last finite step was {self.last_finite}"
+            found.append(Symptom("not finite", "critical", NOWHERE, 0.0, text))
+        elif loss["jumped"] and is_finite and not found and not incidents.find_open(*LOSSES, *EXPLAINS):
+            found += self._explain_loss(loss, loss["first"] or step + 1)
+        alarms = incidents.tell(step, found)
+        if not loss["outside"] and is_finite:
+            back = "the loss is back in its band"
+            alarms += [incidents.close(one, step, back) for one in incidents.find_open(*LOSSES)]
+        return alarms
+
+    def _explain_loss(self, loss: Mapping[str, Any], since: int) -> Iterator[Symptom]:
+        """Yields what a loss that has left its band comes with, once a sample since then tells of attention."""
+        moved = self._has_moved(since)
+        if moved is None and loss["outside"] < PATIENCE:
+            return
+        rest = {None: "attention was not measured since", True: "attention moved with it",
+                False: "attention is as it was before"}[moved]  # fmt: skip
+        kind = "loss" if loss["leapt"] or moved else "loss rising"
+        text = f"the loss is {loss['last']:.3g}, {loss['middle']:.3g} before step {since}; {rest}"
+        yield Symptom(kind, "warning", NOWHERE, float(bool(moved)), text)
+
+    def _has_moved(self, since: int) -> bool | None:
+        """True if the norms of q and k, or the largest logit, are others than before a step; None if not measured."""
+        before = [one for one in self._history if one[0] < since][-2:]
+        after = [one for one in self._history if one[0] > since]
+        if not before or not after:
+            return None
+
+        def ratio(at: int) -> float:
+            return abs(math.log(max(after[-1][at], 1e-9) / max(sum(one[at] for one in before) / len(before), 1e-9)))
+
+        return ratio(1) > SHIFT or ratio(2) > 5 * SHIFT
+
+    def state(self) -> dict[str, Any]:
+        return {"loss": self.loss.state(), "gradient": self.gradient.state()}
+
+    def load(self, state: Mapping[str, Any], step: int) -> None:
+        self.loss.load(state["loss"])
+        self.gradient.load(state["gradient"])
+        self.last_finite = step
+
+
+def _receiver(band: LossBand, step: int) -> Callable[[Tensor], None]:
+    return lambda value: band.add(step, float(value))

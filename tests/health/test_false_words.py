@@ -127,3 +127,34 @@ def test_landmarks_are_no_rank_collapse():
     )
     model = transformers.AutoModel.from_config(config)
     assert "RG311" not in codes(run_check("rank_collapse", model, ids(2, 32)))
+
+
+@pytest.mark.parametrize(("is_normed", "wanted"), [(True, set()), (False, {"RG401"})])
+def test_a_large_scale_of_queries_normed_by_hand_is_meant(is_normed, wanted):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(32, 96, bias=False)
+            nn.init.normal_(self.qkv.weight, 0.0, 32**-0.5)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            if is_normed:
+                q, k = (nn.functional.normalize(one, dim=-1) for one in (q, k))
+            return nn.functional.scaled_dot_product_attention(q, k, v, scale=10.0)
+
+    report = examine(Attention(), [torch.randn(2, 40, 32)], checks=False)
+    assert {one.code for one in report.findings if one.severity == "warning"} & {"RG401"} == wanted
+
+
+def test_arguments_of_one_number_for_each_row_are_taken_with_it():
+    class Denoiser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+
+        def forward(self, x, timestep):
+            return self.attention(x * timestep.view(-1, 1, 1))
+
+    batch = dict(x=torch.randn(2, 12, 32), timestep=torch.tensor([0.3, 2.0]))
+    assert codes(run_check("row_alone", Denoiser(), batch)) == []

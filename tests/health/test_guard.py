@@ -88,6 +88,31 @@ def test_scores_in_bfloat16_beside_values_in_float32():
         assert model(x).isfinite().all()
 
 
+@pytest.mark.parametrize("gain", [0.5, 0.0])
+def test_a_learned_number_may_multiply_the_weights(gain):
+    class Adapted(ByHand):
+        def __init__(self):
+            super().__init__(None)
+            self.gate = nn.Parameter(torch.full((1,), gain))
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            return (self.gate * F.softmax(q @ k.mT / 2, dim=-1)) @ v
+
+    model, x = Adapted(), torch.randn(2, 5, 8)
+    report = regard.examine(model, [x], checks=False)
+    assert not [one for one in report.findings if one.severity != "note"]
+    if not gain:
+        assert "a learned number, which is 0" in dict(report.unmeasured)[""]
+        return
+    q, k, _ = model.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    p = F.softmax(q @ k.mT / 2, dim=-1)
+    assert report.heads[1].statistics["max_weight"].mean == pytest.approx(float(p.detach()[:, 1].amax(-1).mean()), rel=1e-5)
+    with torch.no_grad(), regard.using(model, temperature=1.0):
+        out = model(x)
+    assert torch.allclose(out, model(x), atol=1e-6)
+
+
 def fail(*_, **__):
     raise RuntimeError("a fault of ours")
 

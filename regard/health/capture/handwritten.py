@@ -73,6 +73,7 @@ class Weights:
     dropout: float = 0.0
     transposed: bool = False
     axis: int = -1  # over which the softmax ran; another than −1 where the scores are a product
+    gain: Tensor | None = None  # a learned number that multiplied p afterwards, as the gate of an adapter does
 
 
 def is_ordinary(func: Callable) -> bool:
@@ -115,6 +116,9 @@ class Follower:
                 training = args[2] if len(args) > 2 else kwargs.get("training", True)
                 rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
                 known = replace(known, dropout=rate if training else known.dropout)
+            gain = next((x for x in inputs if isinstance(x, nn.Parameter) and x.numel() == 1), None)
+            if gain is not None and name in TIMES:
+                known = replace(known, gain=gain if known.gain is None else known.gain * gain)
             if name in TRANSPOSING or func == MT:
                 known = _transpose(known, func, args, kwargs)
             if sorted(result.shape[-2:]) == sorted(known.logits.shape[-2:]):
@@ -157,9 +161,14 @@ class Follower:
         if isinstance(values, nn.Parameter) or values.ndim < 3 or weights.logits.ndim < 3:
             return run()  # a lookup in a table, or a mixture of a few tensors
         fault = None
-        if not weights.dropout and (name != "einsum" or _sums_over_last(args, used)):
+        gain = weights.gain
+        if gain is not None and not bool(gain.any()):
+            fault = "a learned number, which is 0, multiplies its weights"
+        elif not weights.dropout and gain is None and (name != "einsum" or _sums_over_last(args, used)):
             weights, fault = _judge_rows(weights, used)
         layout = _values_of(name, args, weights, values)
+        if layout is not None and gain is not None:
+            layout = ((layout[0] * gain).to(values.dtype), *layout[1:])
         split = None if layout is None or fault is not None else _split_heads(weights, layout[0])
         if layout is None or split is None:
             if fault is None and weights.axis != -1:

@@ -1,6 +1,6 @@
 """Is the scale of a layer's call the one that its class means? Then it says nothing about a mistake.
 
-Under QK-norm the norms bound the logits whatever the scale is (Gemma 3n and 4 use 1); T5 has none because its weights
+Under QK-norm, by a module or by hand, the norms bound the logits whatever the scale is (Gemma 3n and 4 use 1); T5 has none because its weights
 start smaller; Granite's is a number of the configuration.
 """
 
@@ -11,13 +11,26 @@ import re
 from functools import cache
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 QK_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_?(layer_?)?norm$|(^|\.)norm_?(q|k)$")
 SCALE_OF_ONE = re.compile(r"self\.(scaling|scale)\s*=\s*1(\.0*)?\s*(#|$)", re.MULTILINE)
 NAMED = ("attention_multiplier", "query_pre_attn_scalar")
 BUCKETS = "relative_attention_num_buckets"  # of the T5 family
 SAME = 1e-3
+EQUAL_NORMS = 0.02  # of the largest: rounding in bfloat16
+
+
+def have_equal_norms(*tensors: Tensor) -> bool:
+    """True if the rows of a head [B, H, N, D] all have one norm, as after an l2 or RMS norm without weights.
+
+    >>> x = torch.randn(1, 2, 5, 8)
+    >>> have_equal_norms(x), have_equal_norms(torch.nn.functional.normalize(x, dim=-1))
+    (False, True)
+    """
+    sizes = [torch.linalg.vector_norm(x.detach().float(), dim=-1) for x in tensors]
+    return all(x.shape[2] > 1 and bool((x.amin(2) > (1 - EQUAL_NORMS) * x.amax(2)).all()) for x in sizes)
 
 
 def is_designed(module: nn.Module, scale: float) -> bool:

@@ -209,4 +209,6 @@ class OutputColumns:
         weight = output_weight(self._modules[layer.name], self._modules.get(layer.name.rpartition(".")[0]))
         if weight is None or weight.is_meta or weight.shape[1] != layer.heads * layer.value_dim:
             return None
-        return torch.linalg.vector_norm(weight.detach(), torch.inf, dim=0)
+        weight = weight.detach()
+        plain = weight if type(weight) is Tensor else weight.dequantize()  # torchao's have few functions
+        return torch.linalg.vector_norm(plain, torch.inf, dim=0)

@@ -18,7 +18,7 @@ from regard.health.capture.call import MAX_USES, Call, UseCounter, forget_derive
 from regard.health.capture.interception import forward_token, running_frame, uncaptured
 from regard.health.checks.eval_dropout import DROPS
 from regard.health.measure import norms, query_rows
-from regard.health.measure.designed_scale import is_designed
+from regard.health.measure.designed_scale import have_equal_norms, is_designed
 from regard.health.measure.gates import gate_sums, gates_of_heads
 from regard.health.measure.layer_reading import LayerReading
 from regard.health.measure.side_stream import HostCopies, SideStream, record_event
@@ -352,7 +352,8 @@ class Recorder:
         scale = resolve_scale(call.options.get("scale"), layer.head_dim)
         layer.scale = math.nan
         if not isinstance(scale, Tensor) and not is_designed(call.module, float(scale)):
-            layer.scale = float(scale) * layer.head_dim**0.5
+            factor = float(scale) * layer.head_dim**0.5
+            layer.scale = factor if 0.5 < factor < 2.0 or not have_equal_norms(call.q, call.k) else math.nan
         return norms.tolerance(call.rounded or layer.dtype, call.q.device)
 
     def _measure(self, call: Call) -> tuple[Tensor, Mapping[str, Tensor]]:

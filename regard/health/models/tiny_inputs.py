@@ -67,7 +67,7 @@ def find_runnable(
                     reasons.append(str(error))
                 except Exception as error:
                     reasons.append(f"its forward raised {one_line(error)}")
-    raise NotBuilt(reasons[0])
+    raise NotBuilt(next((reason for reason in reasons if " has no " not in reason), reasons[0]))
 
 
 def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:

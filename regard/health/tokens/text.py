@@ -195,9 +195,13 @@ class TokenBatch:
         return self.map(shorten)
 
     def select(self, rows: Tensor) -> TokenBatch:
-        """Returns some sequences in another order; every argument with that many is indexed alike."""
-        batch = self.ids.shape[0]
-        return self.map(lambda x: x[rows] if isinstance(x, Tensor) and x.ndim > 1 and x.shape[0] == batch else x)
+        """Returns some sequences in another order; every argument with that many is indexed alike.
+
+        One of one dim is a number for each sequence, unless the text has as many tokens: then it may be positions.
+        """
+        batch, length = self.ids.shape[:2]
+        least = 1 if batch == length else 0
+        return self.map(lambda x: x[rows] if isinstance(x, Tensor) and x.ndim > least and x.shape[0] == batch else x)
 
     def text_mask(self, pad: int | None) -> Tensor:
         """True where `targets` holds text, [B, N], by the batch's mask and the pad token."""

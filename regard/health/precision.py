@@ -12,7 +12,7 @@ tensor, of a head or of a token, over the dtype's largest number. bf16 and fp16 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,11 +66,11 @@ class Rounding:
     def change(self, call: Call) -> Call:
         """Returns the call with this rounding in it."""
         if self.what == "p":
-            return replace(call, compute=self._with_rounded_weights)
+            return call.changed(compute=self._with_rounded_weights)
         if self.what == "logits":
             return _round_scores(call, self)
         rounded: dict[str, Any] = {name: self(getattr(call, name)) for name in self.what}
-        return replace(call, **rounded)
+        return call.changed(**rounded)
 
     def _with_rounded_weights(self, call: Call) -> Tensor:
         """Returns round(p)·v, with p of the reference."""
@@ -90,4 +90,4 @@ def _round_scores(call: Call, rounding: Rounding) -> Call:
     s = soft_cap(scale * call.q.float() @ k.transpose(-1, -2), call.options.get("softcap"))
     bias = rounding(s) - s
     mask, causal = merge_mask_and_bias(call.mask, bias, call.causal, *s.shape[-2:])
-    return replace(call, mask=mask, causal=causal)
+    return call.changed(mask=mask, causal=causal)

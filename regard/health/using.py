@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -188,7 +187,7 @@ class using:
         if call.obstacle is not None:
             raise Refused(f"regard.using cannot intercept this call: {call.obstacle}")
         self.calls += 1
-        changed = replace(self._change(call), kind="using", sliceable=False)
+        changed = self._change(call).changed(kind="using", sliceable=False)
         if self._gate is not None:
             changed = changed.with_options(gate=self._gate_logits(changed))
         if self._shards is not None:
@@ -198,7 +197,8 @@ class using:
                     "(in transformers: output_attentions=False)"
                 )
             changed = self._shards.shard_call(changed)
-        return replace(changed, own=lambda _: replace(changed, dropout=0.0, weights=None).run())
+        changed.own = lambda _: changed.changed(dropout=0.0, weights=None).run()
+        return changed
 
     def _gate_logits(self, call: Call) -> Tensor:
         """The logits [B, H, M, 1 or E] of the module's gate, whose linear layer is made on its first call."""

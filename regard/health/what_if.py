@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from regard import normalizers
@@ -42,7 +42,7 @@ class WhatIf:
                 changes["sink"] = None  # a learned sink needs an exponential denominator
         if self.qk_norm:
             q, k = qk_norm(call.q, call.k)
-            call, changes = replace(call, q=q, k=k), {"scale": None, **changes}  # 1/√d, whatever the model's scale
+            call, changes = call.changed(q=q, k=k), {"scale": None, **changes}  # 1/√d, whatever the model's scale
         call = call.with_options(**changes)
         for rounding in self.roundings:
             call = rounding.change(call)

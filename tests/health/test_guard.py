@@ -107,7 +107,9 @@ def test_a_learned_number_may_multiply_the_weights(gain):
         return
     q, k, _ = model.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
     p = F.softmax(q @ k.mT / 2, dim=-1)
-    assert report.heads[1].statistics["max_weight"].mean == pytest.approx(float(p.detach()[:, 1].amax(-1).mean()), rel=1e-5)
+    assert report.heads[1].statistics["max_weight"].mean == pytest.approx(
+        float(p.detach()[:, 1].amax(-1).mean()), rel=1e-5
+    )
     with torch.no_grad(), regard.using(model, temperature=1.0):
         out = model(x)
     assert torch.allclose(out, model(x), atol=1e-6)

@@ -59,8 +59,11 @@ class Once:
 
     def __call__(self) -> Any:
         if not self.results:
-            with passing():
+            try:
                 self.results.append(self.run())
+            except Exception as error:  # as `passing` marks them, which takes as long as a small attention
+                error.passes_regard = True  # type: ignore[attr-defined]
+                raise
         return self.results[0]
 
 

@@ -11,7 +11,6 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache, partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from regard.health.capture.guard import Once, is_ours, say
 SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, whatever was put in its place under its name
 WITHOUT_ATTENTION = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.GELU, nn.ReLU)
 PLACES = (f"{torch.__path__[0]}/", __file__.rpartition("health")[0])  # files of torch and of regard
+NOTHING = contextlib.nullcontext()
 RECHECKED = 64  # one forward in so many is followed though none of its kind needed it
 SUFFIXES_WITHOUT_ATTENTION = ("Norm", "Embedding", "Activation", "Conv1D")  # of class names
 
@@ -345,8 +345,8 @@ def route(call: Call, run_original: Callable[[], Tensor], swaps: bool = True) ->
                 swapped = _swap(one, swapped)
         if swapped is not call:
             run = Once(partial(_run_swapped, swapped))
-        if active and any(is_vmapped(x) for x in (call.q, call.k, call.v, call.mask)):
-            swapped = replace(swapped, obstacle=UNDER_VMAP)
+        if is_vmapped(call.q) or is_vmapped(call.k) or is_vmapped(call.v) or is_vmapped(call.mask):
+            swapped = swapped.changed(obstacle=UNDER_VMAP)
         for one in reversed(active):  # the first observer is outermost
             if one.observe is not None:
                 run = Once(partial(_observe, one, swapped, one.names[id(call.module)], run))
@@ -375,7 +375,7 @@ def _observe(one: Interception, call: Call, name: str, run: Once) -> Tensor:
         if call.obstacle is None:
             reason = f"regard failed on it: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             with contextlib.suppress(Exception):
-                one.observe(replace(call, obstacle=reason), name, run)  # type: ignore[misc]
+                one.observe(call.changed(obstacle=reason), name, run)  # type: ignore[misc]
         return run()
 
 
@@ -409,22 +409,24 @@ def route_result(
     return (from_output(output), *rest[1:]) if isinstance(rest, tuple) else from_output(output)
 
 
-@contextlib.contextmanager
-def uncaptured() -> Iterator[None]:
+class uncaptured:
     """Captures nothing of what the body calls in this thread."""
-    before, STATE.busy = STATE.busy, True
-    try:
-        with without_mode():
-            yield
-    finally:
-        STATE.busy = before
+
+    def __enter__(self) -> None:
+        self.before, STATE.busy = STATE.busy, True
+        self.mode = without_mode()
+        self.mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        STATE.busy = self.before
+        self.mode.__exit__(*error)
 
 
 def without_mode() -> contextlib.AbstractContextManager:
     """Pops our function mode where it is the innermost one: torch calls are cheaper without it."""
     depth = torch._C._len_torch_function_stack()
     is_ours = depth and getattr(torch._C._get_function_stack_at(depth - 1), "captures_attention", False)
-    return _pop_mode_temporarily() if is_ours else contextlib.nullcontext()
+    return _pop_mode_temporarily() if is_ours else NOTHING
 
 
 def find_caller() -> tuple[FrameType, int]:

@@ -46,7 +46,7 @@ def unpatch_registry() -> None:
 def _wrap_lookup(lookup: Callable) -> Callable:
     def find(self, *args, **kwargs):
         own = lookup(self, *args, **kwargs)
-        return own if isinstance(own, partial) and own.func is _capture else partial(_capture, own)
+        return own if getattr(own, "func", None) is _capture else partial(_capture, own)
 
     return find
 

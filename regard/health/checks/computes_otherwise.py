@@ -6,7 +6,6 @@ Other readings of the same call are tried, and the one that gives the output is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,14 +67,14 @@ def one_kind(trial: Trial, key) -> str:
 def rebuild(call: Call) -> Tensor | None:
     """The output of regard.attention for a call; None where the call is refused."""
     try:
-        return replace(call, compute=None, weights=None, dropout=0.0).run()
+        return call.changed(compute=None, weights=None, dropout=0.0).run()
     except (ValueError, TypeError, RuntimeError, NotImplementedError):
         return None
 
 
 def compute_by_hand(call: Call) -> Tensor:
     """The output of plain torch for a call that `rebuild` took: where it is the model's, our kernel is at fault."""
-    return output_and_weights(replace(call, compute=None, weights=None, dropout=0.0))[0]
+    return output_and_weights(call.changed(compute=None, weights=None, dropout=0.0))[0]
 
 
 def difference(output: Tensor, one: CapturedCall) -> float:
@@ -105,14 +104,14 @@ def list_readings(one: CapturedCall) -> Iterator[Reading]:
 
     def masked(mask: Tensor | None, **more) -> Callable[[], Tensor | None]:
         options = {name: x for name, x in call.options.items() if name not in ("window", "key_lengths")}
-        return lambda: rebuild(replace(call, mask=mask, causal=False, options={**options, **more}))
+        return lambda: rebuild(call.changed(mask=mask, causal=False, options={**options, **more}))
 
     def changed(name: str, value: float | None) -> Tensor | None:
         return rebuild(call.with_options(**{name: value}))
 
     def turned(name: str) -> Tensor | None:
         parts: dict[str, Any] = {name: getattr(one, name).flip(1)}
-        return rebuild(replace(call, **parts))
+        return rebuild(call.changed(**parts))
 
     yield "It ignores the mask: every query sees every key", masked(None)
     yield "It ignores the mask and is only causal", masked(causal)
@@ -146,14 +145,14 @@ def list_readings(one: CapturedCall) -> Iterator[Reading]:
         each = q.shape[1] // groups
 
         def tiled() -> Tensor | None:
-            return rebuild(replace(call, k=k.repeat(1, each, 1, 1), v=one.v.repeat(1, each, 1, 1)))
+            return rebuild(call.changed(k=k.repeat(1, each, 1, 1), v=one.v.repeat(1, each, 1, 1)))
 
         yield "It repeats key-value heads as a, b, a, b (repeat for repeat_interleave)", tiled
         first = (k[:, :1].expand(-1, groups, -1, -1), one.v[:, :1].expand(-1, groups, -1, -1))
-        yield "It uses the first key-value head for all", lambda: rebuild(replace(call, k=first[0], v=first[1]))
+        yield "It uses the first key-value head for all", lambda: rebuild(call.changed(k=first[0], v=first[1]))
     if k.shape == one.v.shape:
-        yield "It multiplies the weights by the keys", lambda: rebuild(replace(call, v=k))
-        yield "It exchanges keys and values", lambda: rebuild(replace(call, k=one.v, v=k))
+        yield "It multiplies the weights by the keys", lambda: rebuild(call.changed(v=k))
+        yield "It exchanges keys and values", lambda: rebuild(call.changed(k=one.v, v=k))
     yield "It runs the softmax over the queries", lambda: over_queries(one, visible)
     yield "It has no softmax", lambda: without_softmax(one, visible)
     yield "It masks the weights after the softmax, so that rows do not add up to 1", lambda: masked_late(one, visible)

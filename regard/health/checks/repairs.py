@@ -5,7 +5,6 @@ rotary positions on one side only or shifted. In a sound model all of them raise
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -115,7 +114,7 @@ def loss_without_attention(trial: Trial, task: Task) -> float:
     """The mean loss where attention adds nothing; infinite if no call was captured."""
     if not trial.batches or not trial.captured[1]:
         return float("inf")
-    return float(task.losses(change_calls(lambda call: replace(call, v=torch.zeros_like(call.v)))).mean())
+    return float(task.losses(change_calls(lambda call: call.changed(v=torch.zeros_like(call.v)))).mean())
 
 
 def is_cured(trial: Trial, task: Task, own: Tensor, changed: Tensor, silent: float) -> bool:
@@ -185,7 +184,7 @@ def scale_by(factor: float) -> Callable[[Call], Call]:
 
 
 def roll(part: str, step: int) -> Callable[[Call], Call]:
-    return lambda call: replace(call, **{part: getattr(call, part).roll(step, 1)})
+    return lambda call: call.changed(**{part: getattr(call, part).roll(step, 1)})
 
 
 def regroup(size: int) -> Callable[[Call], Call]:
@@ -194,11 +193,11 @@ def regroup(size: int) -> Callable[[Call], Call]:
     def mend(x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, size)).transpose(1, 2).flatten(1, 2)
 
-    return lambda call: replace(call, k=mend(call.k), v=mend(call.v))
+    return lambda call: call.changed(k=mend(call.k), v=mend(call.v))
 
 
 def exchange(call: Call) -> Call:
-    return replace(call, q=call.k, k=call.q) if call.q.shape == call.k.shape else call
+    return call.changed(q=call.k, k=call.q) if call.q.shape == call.k.shape else call
 
 
 def turn(part: str, positions: Callable[[Tensor], Tensor]) -> Callable[[Call], Call]:
@@ -214,6 +213,6 @@ def turn(part: str, positions: Callable[[Tensor], Tensor]) -> Callable[[Call], C
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         a, b = x[..., :half], x[..., half:]
         turned = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-        return replace(call, q=turned) if part == "q" else replace(call, k=turned)
+        return call.changed(q=turned) if part == "q" else call.changed(k=turned)
 
     return change

@@ -10,7 +10,6 @@ mask that the model makes for its shard.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -82,7 +81,7 @@ class ModelShards:
                 "it is not intercepted; pass use_reentrant=False"
             )
         self.calls += 1
-        return replace(call, compute=partial(attend_over_ranks, group=self.group, key_lengths=self.key_lengths))
+        return call.changed(compute=partial(attend_over_ranks, group=self.group, key_lengths=self.key_lengths))
 
     def _shard_inputs(self, model: nn.Module, args: tuple, kwargs: dict):
         """Returns this rank's shard of the inputs, after all ranks have compared the whole."""

@@ -1,7 +1,7 @@
 """Is the scale of a layer's call the one that its class means? Then it says nothing about a mistake.
 
-Under QK-norm, by a module or by hand, the norms bound the logits whatever the scale is (Gemma 3n and 4 use 1); T5 has none because its weights
-start smaller; Granite's is a number of the configuration.
+Under QK-norm, by a module or by hand, the norms bound the logits whatever the scale is (Gemma 3n and 4 use 1); T5 has
+none because its weights start smaller; Granite's is a number of the configuration.
 """
 
 from __future__ import annotations

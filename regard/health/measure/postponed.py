@@ -8,7 +8,7 @@ has got all of its work: twelve layers of one shape take as many launches as one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def copy_first(call: Call, sequences: int) -> Call:
     """Returns a call on copies of its first sequences, without the model's own function."""
     with torch.no_grad():
         q, k, v = (x[:sequences].clone() for x in (call.q, call.k, call.v))
-    return replace(call, q=q, k=k, v=v, own=_run_nothing)
+    return call.changed(q=q, k=k, v=v, own=_run_nothing)
 
 
 @dataclass
@@ -86,7 +86,7 @@ def measure_together(calls: Sequence[PostponedCall], measure: Measure) -> list[B
     first, layers = calls[0].call, len(calls)
     heads, device = first.q.shape[1], first.q.device
     q, k, v = (torch.cat([getattr(one.call, name) for one in calls]) for name in ("q", "k", "v"))
-    whole, own = replace(first, q=q, k=k, v=v), torch.cat([one.own for one in calls])
+    whole, own = first.changed(q=q, k=k, v=v), torch.cat([one.own for one in calls])
     with torch.autocast(device.type, enabled=False):  # all of it is in autocast's dtype already
         rebuilt, stats = measure(whole)
     flat = empty_sums(heads, device).repeat(layers, 1)  # [L, F], as in `LayerReading`
@@ -125,6 +125,6 @@ def _add_layer_by_layer(
     for at, sums in enumerate(zip(flat, histogram, strict=True)):
         part = slice(at * sequences, (at + 1) * sequences)
         reading = LayerReading.from_sums(call.q.shape[1], *sums).update({name: stats[name][part] for name in NAMES})
-        norms.add_predicted_variance(reading, replace(call, q=call.q[part], k=call.k[part], v=call.v[part]), None)
+        norms.add_predicted_variance(reading, call.changed(q=call.q[part], k=call.k[part], v=call.v[part]), None)
         differences.append(norms.relative_difference(own[part], rebuilt[part], None))
     return torch.stack(differences)

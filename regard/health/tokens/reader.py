@@ -188,4 +188,4 @@ def select_block(call: Call, first: int, last: int) -> Call:
         return x[..., first:last, :] if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[-2] == queries > 1 else x
 
     options = {name: cut(x) if name in ("temperature", "sink") else x for name, x in call.options.items()}
-    return replace(call, q=call.q[:, :, first:last], mask=cut(call.mask), options=options)
+    return call.changed(q=call.q[:, :, first:last], mask=cut(call.mask), options=options)

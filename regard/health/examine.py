@@ -32,6 +32,7 @@ from regard.health.report.report import Report, WhatIfReading, describe_measurem
 from regard.health.what_if import WhatIf, parse_all
 
 LEAST_ABLATION, ABLATION = 2.0, 30.0  # seconds: by default at least, and with ablate=True
+LEAST_CHECKS, CHECKS = 20.0, 3.0  # seconds for the checks at least, and times the measurement's
 
 
 def examine(
@@ -50,6 +51,7 @@ def examine(
     causal: bool | None = None,
     loss: Callable[[nn.Module, Any], Any] | None = None,
     predictor: nn.Module | None = None,
+    measured: Callable[[Report], object] | None = None,
 ) -> Report:
     """Measure every attention head of `model` over `batches` and report readings, findings and what-ifs.
 
@@ -79,13 +81,15 @@ def examine(
         tokenizer: names the tokens that the report shows, as in `regard.look`.
         checks: run the model a few times more, on a few sequences: does it see later tokens, other sequences or
             padding, is its loss below that of the text's frequencies, what do what-ifs and remedies do to the loss.
-            False measures alone, in little more than a forward; tokens are then shown only with a `tokenizer`.
+            They begin with the gravest and may take 20 seconds, or 3 times the measurement, ablation included. False
+            measures alone, in little more than a forward; tokens are then shown only with a `tokenizer`.
         ablate: measure the loss without each head: True, False or a budget in seconds; None for as many seconds as the
             measurement took, 2 at least.
         causal: True if the model must not see later tokens, False if it may; None to find out.
         loss: `loss(model, batch)` runs the model and returns the mean loss of a batch; None for the batch's `labels`,
             or the next token if the model predicts it.
         predictor: a model that holds `model` and returns logits, for the checks; None for `model` itself.
+        measured: called with the report before the checks begin, to save what there is.
 
     Returns:
         A `Report`: `.heads`, `.findings`, `.unmeasured`, `.what_if`, `.how`, `.checks`, `.loss`.
@@ -112,6 +116,8 @@ def examine(
         )  # fmt: skip
         with seen.recorder.on_side_stream():
             report = _make_report(title or name_model(model), seen, changes)
+        if measured is not None and checks and seen.failure is None:
+            measured(replace(report, interrupted="the checks did not end"))
         if seen.layers and seen.failure is None and seen.first is not None and (checks or tokenizer is not None):
             from regard.health.look import sample_tokens  # imports this module
 
@@ -124,6 +130,7 @@ def examine(
                 outcome, found = run_checks(
                     model, seen.kept, seen.layers, report.heads, report.findings, changes, causal=causal, loss=loss,
                     ablation_seconds=float(budget), predictor=predictor, tokenizer=tokenizer,
+                    seconds=max(LEAST_CHECKS, CHECKS * seen.seconds) - (budget if ablate is None else 0.0),
                     progress=line.check if line else None,
                 )  # fmt: skip
             report = report.with_checks(outcome, found)

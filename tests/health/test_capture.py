@@ -1,5 +1,6 @@
 """An examination is faithful or silent, keeps what it has when it is broken off, and leaves the model as it was."""
 
+import importlib
 import math
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 
 import regard
 from regard.health.capture import interception
+from regard.health.checks import SEVERITIES
+from regard.health.contract import run
 from regard.health.examine import examine
 from regard.health.measure import norms, recorder
 
@@ -103,6 +106,30 @@ def test_control_c_keeps_what_was_measured():
     report = examine(Own(), batches())
     assert report.interrupted.startswith("KeyboardInterrupt")
     assert len(report.heads) == 3
+
+
+def test_the_report_is_there_before_the_checks_which_begin_with_the_gravest(monkeypatch):
+    early, begun = [], []
+
+    def note(module, trial, *others):
+        begun.append(min(SEVERITIES.index(rule.severity) for rule in module.RULES))
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        return check(module, trial, *others)
+
+    check = run._check
+    monkeypatch.setattr(run, "_check", note)
+    report = examine(Own(), [torch.randn(1, 5, 12)], measured=early.append)
+    assert [len(one.heads) for one in early] == [3] and early[0].interrupted == "the checks did not end"
+    assert begun == [0, 0, 0] and report.interrupted.startswith("KeyboardInterrupt (after ")
+
+
+def test_checks_end_when_their_time_is_over(monkeypatch):
+    module = importlib.import_module("regard.health.examine")
+    monkeypatch.setattr(module, "LEAST_CHECKS", 0.0)
+    monkeypatch.setattr(module, "CHECKS", 0.0)
+    report = examine(Own(), [torch.randn(1, 5, 12)], ablate=False)
+    assert report.checks.done == [] and {why.split(":")[0] for _, why in report.checks.reasons} == {"out of time"}
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,11 @@ def main(options: argparse.Namespace) -> int:
         options.fail(str(error))
     files.announce_hub(options.model)
     ranks, subject = torchrun.join_group(options.timeout), None
+    wanted = [path for path in (options.out, options.json, options.png) if path is not None]
+
+    def with_notes(report: Report) -> Report:
+        return replace(report, how={**report.how, **subject.notes})
+
     try:
         subject = load(
             options.model, None if options.text is None else files.read_text(options.text), length=options.length,
@@ -82,8 +87,8 @@ def main(options: argparse.Namespace) -> int:
         report = examine(
             subject.model, subject.batches, options.what_if, title=subject.title,
             progress=sys.stderr.isatty() and torchrun.is_first_rank(), group=ranks, snapshot=options.snapshot,
-            tokenizer=subject.tokenizer, checks=not options.no_checks, ablate=not options.no_ablation,
-            predictor=subject.predictor,
+            tokenizer=subject.tokenizer, checks=not options.no_checks, ablate=False if options.no_ablation else None,
+            predictor=subject.predictor, measured=lambda early: files.save_report(with_notes(early), wanted),
         )  # fmt: skip
     except Exception as error:  # whatever the model, its folder or its function raises: one line
         on = f" on {subject.notes['input']}" if subject else ""
@@ -91,8 +96,7 @@ def main(options: argparse.Namespace) -> int:
         return 1
     if not torchrun.is_first_rank():  # status 1 would make torchrun end rank 0 before it writes the report
         return 0
-    report = replace(report, how={**report.how, **subject.notes})
-    wanted = [path for path in (options.out, options.json, options.png) if path is not None]
+    report = with_notes(report)
     written, failed = files.save_report(report, wanted)  # before printing, which a closed pipe may end
     page = next((str(path) for path in written if path.suffix.lower() != ".json"), "")
     report.show(full=options.verbose, page=page)

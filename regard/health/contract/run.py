@@ -74,8 +74,8 @@ def run_checks(
 ) -> tuple[Checks, list[Finding]]:  # fmt: skip
     """Returns what the checks found out, and all findings: `found` with effects added, and new ones.
 
-    Checks begin in the order of their codes, those that start a process last, until `seconds` have passed, or Ctrl-C;
-    `chosen` are codes (None: all); `progress(code, number, total)` is called before each.
+    Checks begin with those that may find the gravest, and end with those that start a process, until `seconds` have
+    passed, or Ctrl-C; `chosen` are codes (None: all); `progress(code, number, total)` is called before each.
     """
     started = time.perf_counter()
     result, findings = Checks(), list(found)
@@ -88,7 +88,7 @@ def run_checks(
         module for module in filter(checks.runs_model, checks.modules())
         if chosen is None or any(rule.code in chosen for rule in module.RULES)
     ]  # fmt: skip
-    wanted.sort(key=lambda module: getattr(module, "STARTS_A_PROCESS", False))  # last, where time may run out
+    wanted.sort(key=_order)  # time may run out
     number = 0
     try:
         with torch.random.fork_rng(devices), trial.probe.active() if has_runs else contextlib.nullcontext():
@@ -121,6 +121,10 @@ def run_checks(
     findings = [_with_remedies(finding, result.what_if) for finding in findings]
     result.seconds = time.perf_counter() - started
     return result, sort_findings(findings)
+
+
+def _order(module: Any) -> tuple[bool, int]:
+    return getattr(module, "STARTS_A_PROCESS", False), min(SEVERITIES.index(rule.severity) for rule in module.RULES)
 
 
 def _check(

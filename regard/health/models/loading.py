@@ -56,6 +56,11 @@ def load(
         if given:
             raise LoadError(f"{spec!r} brings its own model and batches; leave out --{given[0]}")
         return _from_function(spec, device, limit)
+    folder = Path(spec)
+    if folder.exists():
+        _check_folder(folder, pickle)
+    elif folder.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
+        raise LoadError(f"there is no folder {spec!r}")  # before an import of a second and more
     try:
         import transformers
         from huggingface_hub.utils import logging
@@ -64,11 +69,6 @@ def load(
     logging.set_verbosity_error()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    folder = Path(spec)
-    if folder.exists():
-        _check_folder(folder, pickle)
-    elif folder.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
-        raise LoadError(f"there is no folder {spec!r}")
     options: dict[str, Any] = dict(use_safetensors=None if pickle else True)
     if dtype is not None:
         options["dtype"] = getattr(torch, dtype)

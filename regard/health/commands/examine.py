@@ -76,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
     wanted = [path for path in (options.out, options.json, options.png) if path is not None]
 
     def with_notes(report: Report) -> Report:
-        return replace(report, how={**report.how, **subject.notes})
+        return report if subject is None else replace(report, how={**report.how, **subject.notes})
 
     try:
         subject = load(

@@ -148,7 +148,7 @@ def test_the_demo_tells_the_two_models_apart(tmp_path, capsys):
     assert main(["demo"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("tiny-unscaled") and len(out.splitlines()) <= 35
-    assert "✗ CRITICAL  1 cause since layer 0\n" in out and "1 scale off  layers 0–3, all heads" in out
+    assert "✗ CRITICAL  scale off since layer 0\n" in out and "1 scale off  layers 0–3, all heads" in out
     assert "so        exploding logits, dying gradient, collapsed\n" in out
     assert "its twin, trained with 1/√d: no cause found" in out and "regard examine ./my-model" in out
     assert "page      report.html\n" in out

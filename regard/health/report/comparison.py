@@ -9,10 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from regard.health.contract.diagnosis import Cause
+from regard.health.measure.heads import HeadReading
 from regard.health.report import files
 from regard.health.report.report import Report
-from regard.health.report.saved import read_json
+from regard.health.report.saved import load_report
+from regard.health.report.screen import describe_gain, describe_skipped
 from regard.health.report.summary import ROOT, count_noun
+from regard.health.report.terminal import average
 from regard.health.report.writer import Writer, fold_numbers, printable
 from regard.table import Table, format_number
 
@@ -70,11 +74,9 @@ class Comparison:
         names: what A and B are called: the file's name, or the report's title.
     """
 
-    def __init__(
-        self, a: dict[str, Any], b: dict[str, Any], tolerance: float, names: tuple[str, str] | None = None
-    ) -> None:
+    def __init__(self, a: Report, b: Report, tolerance: float, names: tuple[str, str] | None = None) -> None:
         self.a, self.b, self.tolerance = a, b, tolerance
-        self.names = names or (a["title"], b["title"])
+        self.names = names or (a.title, b.title)
         heads_a, heads_b = _heads_by_kind(a), _heads_by_kind(b)
         none: frozenset = frozenset()
         changes = [
@@ -89,11 +91,12 @@ class Comparison:
     @property
     def verdict(self) -> tuple[str, str]:
         """`better`, `worse`, `same` or `different`, and a sentence: which findings and which loss B has instead."""
-        worse, better = ([describe_change(one) for one in self._causes(side)] for side in (self.new, self.resolved))
+        causes = (self._keep_causes(side) for side in (self.new, self.resolved))
+        worse, better = ([describe_change(one) for one in side] for side in causes)
         parts = [f"{said}{', '.join(names)}" for said, names in (("", worse), ("no more ", better)) if names]
         losses = [describe_loss_of(report) for report in (self.a, self.b)]
         beside = f"loss {losses[0]} → {losses[1]}" if all(losses) else ""
-        if gaps := [f"{letter} ({describe_gaps(one).strip(' ()')})" for letter, one in self._unfinished()]:
+        if gaps := [f"{letter} ({describe_gaps(one).removeprefix(': ')})" for letter, one in self._unfinished()]:
             return "different", f"No verdict: {' and '.join(gaps)}."
         if not parts and not self.first_differences and not self.changed:
             return "same", "B is the same as A."
@@ -102,27 +105,36 @@ class Comparison:
         verb = "differs from A" if word == "different" else f"is {word} than A"
         return word, f"B {verb}: {'; '.join([*parts, beside] if beside else parts)}."
 
-    def _unfinished(self) -> list[tuple[str, dict[str, Any]]]:
+    def _unfinished(self) -> list[tuple[str, Report]]:
         """The reports that were interrupted, or have no heads where the other has some."""
         both = (("A", self.a), ("B", self.b))
-        some = bool(self.a["heads"] or self.b["heads"])
-        return [(letter, one) for letter, one in both if one.get("interrupted") or (some and not one["heads"])]
+        some = bool(self.a.heads or self.b.heads)
+        return [(letter, one) for letter, one in both if one.interrupted or (some and not one.heads)]
 
-    def _causes(self, changes: Sequence[FindingChange]) -> list[FindingChange]:
+    @property
+    def gone(self) -> str:
+        """How findings of A alone are called: a report that is not whole proves nothing gone."""
+        return "not seen in B" if self._unfinished() else "gone in B"
+
+    def _keep_causes(self, changes: Sequence[FindingChange]) -> list[FindingChange]:
         """The changes that are causes and no notes."""
         if self._unfinished():
             return []  # what was not measured was not resolved
-        told = {one["kind"] for report in (self.a, self.b) for one in report.get("diagnosis", report["findings"])}
-        found = [one for report in (self.a, self.b) for one in report["findings"]]
-        grave = {one["kind"] for one in found if one.get("severity") != "note"}
-        return [change for change in changes if change.kind in told & grave]
+        kinds = {one.kind for report in (self.a, self.b) for one in report.diagnosis if one.severity != "note"}
+        return [change for change in changes if change.kind in kinds]
 
     @property
-    def first_step(self) -> str:
-        """`Do first: multiply the scores by 1/√d exactly once (RG401).` for the gravest cause that is new in B."""
-        kinds = [change.kind for change in self._causes(self.new)]
-        fixes = [one for one in self.b.get("diagnosis", ()) if one["kind"] in kinds]
-        return f"Do first: {fixes[0]['fix']} ({fixes[0]['code']})" if fixes else ""
+    def new_causes(self) -> list[Cause]:
+        """The causes that B has and A has not, the gravest first."""
+        kinds = {change.kind for change in self._keep_causes(self.new)}
+        return [cause for cause in self.b.diagnosis if cause.kind in kinds]
+
+    def describe_first_step(self) -> list[tuple[str, str]]:
+        """What was found, what to do first, and what that gains, of the gravest cause that is new in B."""
+        for cause in self.new_causes[:1]:
+            gain = "; ".join(describe_gain(self.b, cause))
+            return [("found", cause.evidence), ("do first", f"{cause.fix} ({cause.code})"), ("gain now", gain)]
+        return []
 
     @property
     def first_layer(self) -> int:
@@ -131,25 +143,32 @@ class Comparison:
 
     def summary(self) -> list[str]:
         """The comparison in a few lines, the verdict first."""
-        lines = [self.verdict[1]]
-        lines += [
-            f"{letter}: {describe_name(name, report)}{describe_gaps(report)}"
+        return [self.verdict[1], *(f"{name}: {text}" for name, text in self._fields())]
+
+    def _fields(self) -> list[tuple[str, str]]:
+        """What the verdict does not say, each with a name: why, what to do, what else changed, where, in what."""
+        fields = self.describe_first_step()
+        for title, changes in (("new in B", self.new), (self.gone, self.resolved)):
+            told = self._keep_causes(changes)  # by the verdict
+            rest = [describe_change(one) for one in changes if one not in told]
+            fields += [(title, "; ".join(rest))] if rest else []
+        fields += [("changed", str(change)) for change in self.changed]
+        if not (self.new or self.resolved or self.changed):
+            fields.append(("findings", "the same in both"))
+        fields.append(("first", self.describe_first_difference()))
+        return fields + [
+            (letter, f"{describe_name(name, report)}{describe_gaps(report)}")
             for letter, name, report in zip("AB", self.names, (self.a, self.b), strict=True)
         ]
-        ended = "Not found in B, which is not whole" if self._unfinished() else "Resolved in B"
-        for title, changes in (("New in B", self.new), (ended, self.resolved)):
-            told = self._causes(changes)  # by the verdict
-            lines += [f"{title}: {describe_change(one)}" for one in changes if one not in told]
-        lines += [f"Changed: {change}" for change in self.changed]
-        if not (self.new or self.resolved or self.changed):
-            lines.append("The findings are the same.")
+
+    def describe_first_difference(self) -> str:
+        """The first layer that differs, and in which statistics."""
         if not self.first_differences:
-            return [*lines, f"No statistic differs by more than {self.tolerance:.2g} of its size."]
+            return f"no statistic differs by more than {self.tolerance:.2g} of its size"
         first = min(self.first_differences.values(), key=lambda one: one.index)
         names = [one.statistic for one in self.first_differences.values() if one.index == first.index]
         listed = ", ".join(map(_words, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        lines.append(f"First difference: layer {first.index} ({first.layer or ROOT}), in {listed}.")
-        return [*lines, self.first_step] if self.first_step else lines
+        return f"layer {first.index} ({first.layer or ROOT}) differs, in {listed}"
 
     def tables(self, heads: int = 5) -> list[Table]:
         """Means per layer, the first differences, and the `heads` most changed heads."""
@@ -175,19 +194,20 @@ class Comparison:
         return Table(["layer", "statistics that first differ here, and by how much"], rows, title)
 
     def show(self, file: TextIO | None = None, heads: int = 3) -> None:
-        """Print the summary, the layers that differ, and the most changed heads."""
+        """Print one screen: the verdict, why, what to do, the most changed heads, the layers that differ."""
         writer = Writer(file)
-        first, *rest = self.summary()
-        writer.line(f"{MARKS[self.verdict[0]]} {first}", "bold")
-        for line in rest:
-            writer.line(line)
-        layers, changed = compare_layers(self.a, self.b), list_most_changed(self.a, self.b, heads)
-        writer.line(UNSURE, "dim")
+        writer.line(f"{MARKS[self.verdict[0]]} {self.verdict[1]}", "bold")
+        changed = list_most_changed(self.a, self.b, heads).rows
+        most = ", ".join(f"{where} {before} → {after}" for where, before, after, _ in changed)
+        fields = [("heads", f"entropy ratio of {most}")] if most else []
+        for name, text in [*self._fields(), *fields, ("sure", UNSURE)]:
+            for line, style in writer.field(name, text, 1 if name in ("A", "B", "heads") else 2, indent=0):
+                writer.line(line, style)
+        layers = compare_layers(self.a, self.b)
         left = len(layers.rows) - ROWS
         more = [f"… and {count_noun(left, 'more layer')} that differ"] if left > 0 else []
         lines = replace(layers, rows=layers.rows[:ROWS]).plain().splitlines() if layers.rows else []
-        lines += more + (["", *changed.plain().splitlines()] if changed.rows else [])
-        for line in ["", *lines] if lines else []:
+        for line in [*lines, *more]:
             writer.line(line)
 
     def save(self, path: str | os.PathLike, heads: int = 5) -> Path:
@@ -249,14 +269,14 @@ def compare(a: Any, b: Any, batches: Any = None, *, tolerance: float | None = No
     if batches is not None:
         raise TypeError("batches is for two models; two reports are compared without")
     tolerance = 0.01 if tolerance is None else tolerance
-    return Comparison(_json_of("a", a), _json_of("b", b), tolerance, names_of(a, b))
+    return Comparison(_load("a", a), _load("b", b), tolerance, names_of(a, b))
 
 
-def _json_of(name: str, report: Report | str | os.PathLike) -> dict[str, Any]:
+def _load(name: str, report: Report | str | os.PathLike) -> Report:
     if isinstance(report, Report):
-        return report.to_json()
+        return report
     if isinstance(report, (str, os.PathLike)):
-        return read_json(report)
+        return load_report(report)
     raise TypeError(f"{name} must be a Report or the path of its JSON file, got {type(report).__name__}")
 
 
@@ -269,39 +289,38 @@ def names_of(a: Report | str | os.PathLike, b: Report | str | os.PathLike) -> tu
     return (str(a), str(b)) if are_files else (f"{first} (A)", f"{second} (B)")
 
 
-def describe_name(name: str, report: dict[str, Any]) -> str:
+def describe_name(name: str, report: Report) -> str:
     """`before.json (my-model)`; the title alone if the report was not a file."""
-    return name if name == report["title"] else f"{name} ({report['title']})"
+    return name if name == report.title else f"{name} ({report.title})"
 
 
-def describe_gaps(report: dict[str, Any]) -> str:
-    """What was not measured, in brackets; empty if everything was."""
-    gaps = [] if report["heads"] else ["nothing was measured"]
-    if report["heads"] and report.get("unmeasured"):
-        gaps.append(f"layers not measured: {len(report['unmeasured'])}")
-    if report.get("interrupted"):
-        gaps.append(f"not finished: {report['interrupted']}")
-    return f" ({'; '.join(gaps)})" if gaps else ""
+def describe_gaps(report: Report) -> str:
+    """`: layers not measured: 2; 20 checks made, 3 not: …`; empty if nothing is missing."""
+    gaps = [] if report.heads else ["nothing was measured"]
+    if report.heads and report.unmeasured:
+        gaps.append(f"layers not measured: {len(report.unmeasured)}")
+    if report.interrupted:
+        gaps.append(f"not finished: {report.interrupted}")
+    if report.checks is not None and report.checks.skipped:
+        gaps.append(describe_skipped(report, True).replace(" (-v says why)", ""))
+    return f": {'; '.join(gaps)}" if gaps else ""
 
 
-def _heads_by_kind(report: dict[str, Any]) -> dict[str, frozenset[Place]]:
-    found: dict[str, set] = {}
-    for one in report["findings"]:
-        indices = one.get("indices") or [0] * len(one["heads"])
-        found.setdefault(one["kind"], set()).update(
-            (index, head[1]) for index, head in zip(indices, one["heads"], strict=False)
-        )
-    return {kind: frozenset(places) for kind, places in found.items()}
+def _heads_by_kind(report: Report) -> dict[str, frozenset[Place]]:
+    found: dict[str, frozenset[Place]] = {}
+    for one in report.findings:
+        found[one.kind] = found.get(one.kind, frozenset()) | set(one.places)
+    return found
 
 
-def _by_place(report: dict[str, Any]) -> dict[Place, dict[str, Any]]:
-    return {(head["index"], head["head"]): head for head in report["heads"]}
+def _by_place(report: Report) -> dict[Place, HeadReading]:
+    return {(head.index, head.head): head for head in report.heads}
 
 
-def _first_differences(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> Iterator[Difference]:
+def _first_differences(a: Report, b: Report, tolerance: float) -> Iterator[Difference]:
     left, right = _by_place(a), _by_place(b)
     places = sorted(left.keys() | right.keys())
-    names = list(dict.fromkeys(name for head in [*left.values(), *right.values()] for name in head["statistics"]))
+    names = list(dict.fromkeys(name for head in [*a.heads, *b.heads] for name in head.statistics))
     for name in names:
         found: Difference | None = None
         for place in places:
@@ -310,28 +329,30 @@ def _first_differences(a: dict[str, Any], b: dict[str, Any], tolerance: float) -
             one, other = left.get(place), right.get(place)
             amount = _relative_difference(one, other, name)
             if amount > max(tolerance, found.amount if found else 0.0):
-                found = Difference(name, place[0], (one or other)["layer"], amount)  # type: ignore[index]
+                found = Difference(name, place[0], (one or other).layer, amount)  # type: ignore[union-attr]
         if found is not None:
             yield found
 
 
-def _relative_difference(one: dict | None, other: dict | None, name: str) -> float:
+def _relative_difference(one: HeadReading | None, other: HeadReading | None, name: str) -> float:
     """|mean − mean| over the larger of the means' size and the spreads; inf if only one is there."""
-    spreads = [(head or {}).get("statistics", {}).get(name, {}) for head in (one, other)]
-    means = [spread.get("mean") for spread in spreads]
-    if means[0] is None or means[1] is None:
-        return 0.0 if means == [None, None] else float("inf")
-    size = max(abs(means[0]), abs(means[1]), *(spread.get("std") or 0.0 for spread in spreads))
+    spreads = [head.statistics[name] for head in (one, other) if head is not None and name in head.statistics]
+    known = [spread for spread in spreads if spread.mean == spread.mean]
+    if len(known) < 2:
+        return math.inf if known else 0.0
+    means = [spread.mean for spread in known]
+    size = max(map(abs, [*means, *(spread.std for spread in known if spread.std == spread.std)]))
     return abs(means[1] - means[0]) / size if size else 0.0
 
 
-def compare_layers(a: dict[str, Any], b: dict[str, Any]) -> Table:
+def compare_layers(a: Report, b: Report) -> Table:
     """A table of means over each layer's heads and of its largest logit, A → B; equal neighbours are one row."""
-    indices = sorted({head["index"] for report in (a, b) for head in report["heads"]})
+    indices = sorted({head.index for report in (a, b) for head in report.heads})
     rows: list[tuple[list[int], list[str]]] = []
     for index in indices:
-        pairs = [(_mean(a, index, name), _mean(b, index, name)) for name in SHOWN.values()]
-        pairs.append((_largest(a, index), _largest(b, index)))
+        here = [[head for head in report.heads if head.index == index] for report in (a, b)]
+        pairs = [(average(here[0], name), average(here[1], name)) for name in SHOWN.values()]
+        pairs.append((_largest(here[0]), _largest(here[1])))
         cells = ["=" if one == other else f"{one} → {other}" for one, other in pairs]
         if rows and rows[-1][1] == cells and set(cells) == {"="}:
             rows[-1][0].append(index)
@@ -342,33 +363,26 @@ def compare_layers(a: dict[str, Any], b: dict[str, Any]) -> Table:
     return Table(columns, [[fold_numbers(found), *cells] for found, cells in rows], title)
 
 
-def _mean(report: dict[str, Any], index: int, name: str) -> str:
-    means = (head["statistics"][name]["mean"] for head in report["heads"] if head["index"] == index)
-    values = [mean for mean in means if mean is not None]
-    return format_number(sum(values) / len(values)) if values else "–"
-
-
-def _largest(report: dict[str, Any], index: int) -> str:
-    most = (head["statistics"]["max_logit"].get("max") for head in report["heads"] if head["index"] == index)
-    values = [x for x in most if x is not None]
+def _largest(heads: Sequence[HeadReading]) -> str:
+    values = [x for head in heads if (x := head.statistics.max("max_logit")) == x]
     return format_number(max(values)) if values else "–"
 
 
-def describe_loss_of(report: dict[str, Any]) -> str:
-    """`2.25 ± 0.07` of a report as JSON, empty if its loss is not known."""
-    loss = (report.get("checks") or {}).get("loss") or {}
-    if loss.get("mean") is None or loss.get("low") is None or loss.get("high") is None:
+def describe_loss_of(report: Report) -> str:
+    """`2.25 ± 0.07`, empty if the loss is not known."""
+    loss = report.loss
+    if loss is None or not math.isfinite(loss.high - loss.low):
         return ""
-    return f"{loss['mean']:.3g} ± {(loss['high'] - loss['low']) / 2:.1g}"
+    return f"{loss.mean:.3g} ± {(loss.high - loss.low) / 2:.1g}"
 
 
-def list_most_changed(a: dict[str, Any], b: dict[str, Any], count: int) -> Table:
+def list_most_changed(a: Report, b: Report, count: int) -> Table:
     """A table of the heads whose mean entropy ratio differs most; empty if the models' shapes differ."""
     left, right = _by_place(a), _by_place(b)
     rows = []
     for place in left if left.keys() == right.keys() else ():
-        before, after = (heads[place]["statistics"]["entropy_ratio"]["mean"] for heads in (left, right))
-        if before is not None and after is not None:
+        before, after = (heads[place].statistics.mean("entropy_ratio") for heads in (left, right))
+        if not math.isnan(after - before):
             rows.append((-abs(after - before), place, before, after))
     cells = [
         [f"{place[0]}·{place[1]}", f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"]

@@ -1,13 +1,13 @@
 """The report on one screen: verdict, causes, what to do first, a map that folds equal layers, what was not checked.
 
 llama  24 layers × 16 heads · 4,096 tokens · 8.2 s
-✗ CRITICAL  2 causes, the first since layer 12
+✗ CRITICAL  2 causes, the gravest: exploding logits since layer 12
 loss 6.06 ± 0.04 (next token, 16 sequences); guessing by frequency: 5.73
 
 1 exploding logits  layers 12–23, all heads                          RG302
     found     …
     do first  …
-    gain      qk_norm: loss 6.06 → 6.08, no difference (Δ +0.02 [−0.01, +0.05])
+    gain now  qk_norm: loss 6.06 → 6.08, no difference (Δ +0.02 [−0.01, +0.05])
     sure      …
   layer  heads             entropy  largest logit
    0–11  ················     0.98            3.1
@@ -32,6 +32,7 @@ from regard.table import format_number
 HEIGHT = 23  # lines, so that the prompt fits below them into 24; taller terminals are filled up to TALL
 TALL = 44
 SHOWN = 3  # causes
+NOTED = 2  # notes, where there is no cause
 NAMED = 8  # heads of a cause; of more the number
 HEADS = 32  # columns of the map
 NOTHING, SEVERAL = "·", "+"
@@ -46,7 +47,8 @@ class Detail(NamedTuple):
     """How much the screen tells: lines of a field, changes that were tried, rows of the map."""
 
     first: int  # lines of the first cause's evidence and fix
-    others: int
+    found: int  # of the others' evidence
+    do: int  # of the others' fix
     tried: int
     sure: int
     rows: int
@@ -55,9 +57,10 @@ class Detail(NamedTuple):
 
 
 DETAILS = (
-    Detail(4, 4, 3, 3, 12, 2), Detail(3, 2, 2, 2, 12, 2), Detail(2, 2, 2, 2, 12, 2), Detail(2, 2, 2, 2, 8, 1),
-    Detail(2, 2, 1, 1, 8, 1), Detail(2, 1, 1, 1, 8, 1, 0), Detail(1, 1, 1, 1, 6, 1, 0), Detail(1, 1, 1, 0, 4, 1, 0),
-    Detail(1, 1, 0, 0, 2, 1, 0),
+    Detail(4, 4, 4, 3, 3, 12, 2), Detail(3, 2, 2, 2, 2, 12, 2), Detail(2, 2, 2, 2, 2, 12, 2),
+    Detail(2, 2, 2, 2, 2, 8, 1), Detail(2, 1, 1, 2, 2, 8, 1, 0), Detail(2, 1, 1, 1, 1, 8, 1, 0),
+    Detail(2, 0, 1, 1, 1, 8, 1, 0), Detail(2, 0, 1, 1, 1, 4, 1, 0), Detail(1, 0, 1, 1, 1, 4, 1, 0),
+    Detail(1, 0, 1, 0, 0, 2, 1, 0),
 )  # fmt: skip
 
 
@@ -76,7 +79,7 @@ def show_screen(report: Report, file: TextIO | None = None, page: str = "") -> N
 def _compose(writer: Writer, report: Report, page: str, detail: Detail) -> Iterator[Line]:
     """The lines of the screen in this much detail."""
     causes = report.diagnosis
-    shown = [cause for cause in causes if cause.severity != "note"][:SHOWN] or causes[:1]
+    shown = [cause for cause in causes if cause.severity != "note"][:SHOWN]
     yield _title(report), "bold"
     yield _verdict(report)
     for text in (describe_loss(report), *describe_mixers(report)):
@@ -87,12 +90,14 @@ def _compose(writer: Writer, report: Report, page: str, detail: Detail) -> Itera
     for number, cause in enumerate(shown, 1):
         yield from _describe_cause(writer, report, number, cause, detail)
     if not shown and report.heads:
+        for note in causes[:NOTED]:
+            yield from writer.field("noted", f"{note.code} {note.kind}: {note.evidence}", 2, indent=0)
         for one in find_unusual(report.heads, 1):
             yield from writer.field("unusual", f"layer {one.head.index}, head {one.head.head}: {one}", 1, indent=0)
         yield from writer.field("sure", UNSURE, 2, indent=0)
     if report.heads:
         yield from _draw_map(report, shown, detail.rows)
-    yield from _foot(writer, report, causes, shown, page, detail)
+    yield from _foot(writer, report, causes, shown or causes[:NOTED], page, detail)
 
 
 def _title(report: Report) -> str:
@@ -120,13 +125,13 @@ def _verdict(report: Report) -> Line:
 
 
 def count_causes(report: Report) -> str:
-    """`3 causes, the gravest since layer 8`, empty if there is none but notes."""
+    """`scale off since layer 0`, `3 causes, the gravest: dead since layer 8`, empty if there is none but notes."""
     grave = [cause for cause in report.diagnosis if cause.severity != "note"]
     if not grave:
         return ""
     layers = [index for index, _ in grave[0].finding.places] if grave[0].scope != MODEL else []
-    since = f"{', the gravest' * (len(grave) > 1)} since layer {min(layers)}" if layers else ""
-    return f"{count_noun(len(grave), 'cause')}{since}"
+    first = f"{grave[0].kind}{f' since layer {min(layers)}' if layers else ', the whole model'}"
+    return first if len(grave) == 1 else f"{len(grave)} causes, the gravest: {first}"
 
 
 def describe_loss(report: Report) -> str:
@@ -151,15 +156,15 @@ def _describe_cause(writer: Writer, report: Report, number: int, cause: Cause, d
     head = f"{number} {cause.kind}  {describe_place(report, cause.finding)}"
     yield head + " " * max(writer.width - len(head) - len(cause.code), 1) + cause.code, COLOURS[cause.severity]
     is_first = number == 1
-    most = detail.first if is_first else detail.others
-    yield from writer.field("found", cause.evidence, most)
+    found, do = (detail.first, detail.first) if is_first else (detail.found, detail.do)
+    yield from writer.field("found", cause.evidence, found)
     if is_first and cause.symptoms:
         yield from writer.field("so", ", ".join(dict.fromkeys(one.kind for one in cause.symptoms)), 1)
     alone = is_first or detail.tried > 1  # a gain has its own line
     effect = "" if alone else _describe_effect(report, cause)
-    yield from writer.field("do first" if is_first else "do", cause.fix.rstrip(".") + (effect or "."), most)
+    yield from writer.field("do first" if is_first else "do", cause.fix.rstrip(".") + (effect or "."), do)
     for at, gain in enumerate(describe_gain(report, cause)[: detail.tried if is_first else 1] if alone else ()):
-        yield from writer.field("gain" if at == 0 else "", gain, 1)
+        yield from writer.field("gain now" if at == 0 else "", gain, 1)
     if is_first:
         yield from writer.field("sure", describe_proof(cause), detail.sure)
 
@@ -196,7 +201,7 @@ def describe_gain(report: Report, cause: Cause) -> list[str]:
     names = cause.finding.what_if
     if names:
         return describe_tries(report, names) or [f"not tried; --what-if {names[0]} tells"]
-    return ["unknown until it is mended: no change of the scores tries this out"]
+    return ["not known: none of the what-ifs makes this repair"]
 
 
 def _describe_effect(report: Report, cause: Cause) -> str:

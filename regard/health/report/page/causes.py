@@ -1,5 +1,7 @@
 """The left of the first screen: each cause with its place, what follows from it, what to do, what was tried."""
 
+from collections.abc import Sequence
+
 from regard.health import checks
 from regard.health.checks.finding import Finding
 from regard.health.contract.diagnosis import Cause
@@ -13,20 +15,19 @@ from regard.health.what_if import parse
 SHOWN = 4  # causes
 
 
-def list_shown(report: Report) -> list[Cause]:
-    """The causes of the first screen; notes are none."""
-    return [cause for cause in report.diagnosis if cause.severity != "note"][:SHOWN]
+def list_causes(report: Report) -> list[Cause]:
+    """The causes without notes, the gravest first."""
+    return [cause for cause in report.diagnosis if cause.severity != "note"]
 
 
-def make_causes(report: Report) -> str:
-    """The section of causes, or nothing if there is none but notes."""
-    shown = list_shown(report)
-    if not shown:
+def make_causes(report: Report, causes: Sequence[Cause], title: str = "What is wrong") -> str:
+    """The section of causes, or nothing if there is none."""
+    if not causes:
         return ""
-    items = "".join(_item(report, cause, number) for number, cause in enumerate(shown, 1))
-    left = count_noun(len([cause for cause in report.diagnosis if cause.severity != "note"]) - len(shown), "more cause")
-    more = "" if left.startswith("0") else f'<p class="meaning">and {left}, <a href="#findings">below</a>.</p>'
-    return f"""<section id="causes"><h2>What is wrong</h2>{_first_step(shown[0])}
+    items = "".join(_item(report, cause, number) for number, cause in enumerate(causes[:SHOWN], 1))
+    left = count_noun(len(causes) - SHOWN, "more cause")
+    more = f'<p class="meaning">and {left}, <a href="#findings">below</a>.</p>' if len(causes) > SHOWN else ""
+    return f"""<section id="causes"><h2>{title}</h2>{_first_step(causes[0])}
 <ol class="causes">{items}</ol>{more}</section>"""
 
 
@@ -57,24 +58,24 @@ def name_command(finding: Finding) -> str:
 def _item(report: Report, cause: Cause, number: int) -> str:
     so = ", ".join(dict.fromkeys(link(one.kind) for one in cause.symptoms))
     therefore = f'<p class="so">Therefore: {so}.</p>' if so else ""
-    fix = "" if number == 1 else f"<p><b>Do:</b> {link_words(cause.fix)}</p>"  # the first stands above
     gains = "; ".join(
         gain + _describe_cure(report, cause.finding, gain.partition(":")[0]) for gain in describe_gain(report, cause)
     )
     pill = f'<span class="pill {cause.severity}">{cause.severity}</span>'
     return f"""<li class="{cause.severity}"><h3>{number} {link(cause.kind)} {pill}
 <code>{escape(cause.code)}</code></h3>
-<p>{_place(report, cause)}{link_words(cause.evidence)}</p>{therefore}{fix}
-<p class="meaning"><b>Gain:</b> {escape(gains)}.</p>
-{_proof(cause, is_open=number == 1)}</li>"""
+<p>{_place(report, cause)}{link_words(cause.evidence)}</p>{therefore}
+{_advice(cause, escape(gains), is_first=number == 1)}</li>"""
 
 
-def _proof(cause: Cause, is_open: bool) -> str:
-    """What the finding proves, in sight or folded, and from which number on it is reported."""
-    proves, reported = escape(describe_proof(cause)), f"Reported if {link_words(cause.finding.threshold)}."
-    if is_open:
-        return f"<p><b>Sure:</b> {proves}</p><details><summary>Threshold</summary><p>{reported}</p></details>"
-    return f"<details><summary>How sure?</summary><p>{proves} {reported}</p></details>"
+def _advice(cause: Cause, gains: str, is_first: bool) -> str:
+    """What to do, what it gains, what the finding proves: in sight of the first cause, folded of the others."""
+    gain = f"<p><b>Gain now, without training:</b> {gains}.</p><p><b>Sure:</b> {escape(describe_proof(cause))}</p>"
+    reported = f"<p>Reported if {link_words(cause.finding.threshold)}.</p>"
+    if is_first:  # what to do stands above
+        return f"{gain}<details><summary>Threshold</summary>{reported}</details>"
+    return f"""<p><b>Do:</b> {link_words(cause.fix)}</p>
+<details><summary>Gain, how sure?</summary>{gain}{reported}</details>"""
 
 
 def _place(report: Report, cause: Cause) -> str:
@@ -84,9 +85,8 @@ def _place(report: Report, cause: Cause) -> str:
     if not cause.finding.places:
         return f'<span class="place">{escape(text)}.</span> '
     (index, head), *_ = sorted(cause.finding.places)
-    title = "Show only this cause on the map"
     return f"""<button type="button" class="chip place" data-kind="{escape(cause.kind)}" data-layer="{index}"
-data-head="{head}" aria-pressed="false" title="{title}">{escape(text)}</button> """
+data-head="{head}">{escape(text)}</button> """
 
 
 def _describe_cure(report: Report, finding: Finding, name: str) -> str:

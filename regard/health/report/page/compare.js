@@ -85,6 +85,7 @@
     if (layer !== undefined) go(Number(layer), Number(head));
   };
   addEventListener("hashchange", follow);
+  enableCopy();
   choose({ layer: rowOf.get(data.first) ?? 0 });
   follow();
   document.body.dataset.ready = "true";

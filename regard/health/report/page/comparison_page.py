@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from regard.health.measure.heads import HeadReading
 from regard.health.report.comparison import (
     UNSURE,
     Comparison,
@@ -12,8 +13,11 @@ from regard.health.report.comparison import (
     describe_places,
 )  # fmt: skip
 from regard.health.report.glossary import FINDINGS, link, link_words, make_glossary
+from regard.health.report.page.causes import SHOWN, make_causes
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import KEYS, describe_statistics, list_layers, list_numbers
+from regard.health.report.report import Report
+from regard.health.report.summary import count_noun
 from regard.table import Table
 
 TONES = {"same": "clean", "better": "clean", "worse": "critical", "different": "warning"}
@@ -30,10 +34,11 @@ def render(comparison: Comparison, heads: int) -> str:
 <p class="brand">regard · two attention reports</p>
 <h1>{escape(first)} <span class="versus">and</span> {escape(second)} <span class="pill {TONES[word]}">{word}</span></h1>
 <div class="summary"><p><b>{link_words(sentence)}</b></p>
-{_describe_side("A", first, a)}{_describe_side("B", second, b)}{_tail(comparison)}</div>
+{_describe_side("A", first, a)}{_describe_side("B", second, b)}
+<p>First: {escape(comparison.describe_first_difference())}.</p><p class="meaning">{UNSURE}</p></div>
 </header>"""
-    body = [header, f'<div class="first">{_changes(comparison)}{MAPS if a["heads"] or b["heads"] else ""}</div>']
-    body += [HEAD] if a["heads"] or b["heads"] else []
+    body = [header, f'<div class="first">{_changes(comparison)}{MAPS if a.heads or b.heads else ""}</div>']
+    body += [HEAD] if a.heads or b.heads else []
     body += [*map(_table, comparison.tables(heads)), make_glossary()]
     for keys, digits in DETAILS:
         numbers = pack(dict(make_payload(a, b, keys, digits), first=comparison.first_layer))
@@ -43,35 +48,33 @@ def render(comparison: Comparison, heads: int) -> str:
     return make_document(title=title, scripts=("compare.js",), body="\n".join(body), numbers=numbers)
 
 
-def _tail(comparison: Comparison) -> str:
-    """The first difference, what to do first, and what was not compared."""
-    first = comparison.first_step
-    lines = [line for line in comparison.summary() if line.startswith(("First difference", "No statistic"))]
-    step = f"<p>{link_words(first)}</p>" if first else ""
-    return f'<p>{escape(lines[0])}</p>{step}<p class="meaning">{UNSURE}</p>'
-
-
-def _describe_side(letter: str, name: str, report: dict[str, Any]) -> str:
+def _describe_side(letter: str, name: str, report: Report) -> str:
     text = f"{letter}: {describe_name(name, report)}{describe_gaps(report)}"
-    source = report.get("how", {}).get("input")
+    source = report.how.get("input")
     return f"<p>{escape(text)}{escape(f', measured on {source}') if source else ''}</p>"
 
 
 def _changes(comparison: Comparison) -> str:
-    """What is new, resolved and changed in B, each kind with its heads."""
+    """The causes that are new in B as its own page has them; below, folded, every other finding that changed."""
+    causes = comparison.new_causes
     groups = (
         ("New in B", comparison.new, comparison.b),
-        ("Resolved in B", comparison.resolved, comparison.a),
-        ("Changed", comparison.changed, comparison.b),
+        (comparison.gone.capitalize().replace(" b", " B"), comparison.resolved, comparison.a),
+        ("In other heads", comparison.changed, comparison.b),
     )
-    parts, empty = [], []
+    parts, empty, count = [], [], 0
     for title, changes, report in groups:
-        severity = {one["kind"]: one.get("severity", "note") for one in reversed(report["findings"])}
-        cards = "".join(_card(change, severity.get(change.kind, "note")) for change in changes)
+        severity = {one.kind: one.severity for one in reversed(report.findings)}
+        others = [one for one in changes if one.kind not in {cause.kind for cause in causes[:SHOWN]}]
+        cards = "".join(_card(change, severity.get(change.kind, "note")) for change in others)
         parts.append(f"<h3>{title}</h3>{cards}" if cards else "")
-        empty += [] if cards else [title]
+        empty += [] if changes else [title]
+        count += len(others)
     none = f'<p class="none">{", ".join(empty)}: nothing.</p>' if empty else ""
-    return f"""<section id="changes"><h2>Findings that changed</h2>{"".join(parts)}{none}</section>"""
+    first = make_causes(comparison.b, causes, "New in B") if causes else ""
+    summary = f"{count_noun(count, 'more finding' if causes else 'finding')} that changed"
+    folded = f"<details{'' if causes else ' open'}><summary>{summary}</summary>{''.join(parts)}</details>"
+    return f"""<section id="changes">{first}{folded if count else ""}{none}</section>"""
 
 
 def _card(change: FindingChange, severity: str) -> str:
@@ -89,19 +92,17 @@ def _place(places: Sequence[tuple[int, int]]) -> str:
     return f'<button type="button" class="chip" data-layer="{index}" data-head="{head}">{text}</button>'
 
 
-def make_payload(a: dict[str, Any], b: dict[str, Any], keys: Sequence[str], digits: int) -> dict[str, Any]:
+def make_payload(a: Report, b: Report, keys: Sequence[str], digits: int) -> dict[str, Any]:
     return dict(
         **describe_statistics(),
         keys=list(keys),
-        layers=list_layers([(head["index"], head["layer"]) for report in (b, a) for head in report["heads"]]),
-        reports=[
-            [
-                dict(layer=head["index"], head=head["head"], numbers=list_numbers(head["statistics"], keys, digits))
-                for head in report["heads"]
-            ]
-            for report in (a, b)
-        ],
+        layers=list_layers([(head.index, head.layer) for report in (b, a) for head in report.heads]),
+        reports=[[_pack_head(head, keys, digits) for head in report.heads] for report in (a, b)],
     )
+
+
+def _pack_head(head: HeadReading, keys: Sequence[str], digits: int) -> dict[str, Any]:
+    return dict(layer=head.index, head=head.head, numbers=list_numbers(head.to_json()["statistics"], keys, digits))
 
 
 def _table(table: Table) -> str:

@@ -127,3 +127,8 @@ const ticks = (edges, left, width, apart) => {
   }
   return chosen;
 };
+
+const enableCopy = () => byId("copy")?.addEventListener("click", async (event) => {
+  const button = event.currentTarget;
+  try { await navigator.clipboard.writeText(button.dataset.copy); button.textContent = "Copied"; } catch { getSelection().selectAllChildren(byId("command")); button.textContent = "Selected"; }
+});

@@ -32,13 +32,13 @@
   }
 
   // every layer fits into the window: rows get lower as there are more of them
-  const size = Math.max(12, Math.min(46, Math.floor((document.querySelector(".first") ? 560 : 900) / widest))), left = 34, top = 20;
-  const high = Math.max(9, Math.min(size, Math.floor((widest * size > 280 ? 300 : 430) / data.layers.length)));
+  const size = Math.max(12, Math.min(46, Math.floor((document.querySelector(".first") ? 330 : 700) / widest))), left = 34, top = 20;
+  const high = Math.max(9, Math.min(size, Math.floor(430 / data.layers.length)));
   byId("map").parentElement.style.width = `${Math.max(left + widest * size + 4, 240)}px`;
   const rings = new Map();
   const { svg, cells } = buildMap({ parent: byId("map"), label: "Layer by head map", layers: data.layers, widths, size, high, left, top }, state, (where) => choose(where));
   cells.forEach((row, r) => row.forEach((cell, head) => {
-    const centre = { x: left + (head + 0.5) * size, y: top + (r + 0.5) * high }, radius = Math.max(2.4, Math.min(size, high) / 3.4);
+    const centre = { x: left + (head + 0.5) * size, y: top + (r + 0.5) * high }, radius = Math.max(2.4, Math.min(size, high) / (Math.min(size, high) < 16 ? 2.5 : 3.4));
     const circle = draw("circle", { cx: centre.x, cy: centre.y, r: radius, class: "ring" }, svg);
     const number = radius < 4.5 ? null : draw("text", { x: centre.x, y: centre.y + 3.2, "text-anchor": "middle", class: "number" }, svg);
     rings.set(cell, { circle, number });
@@ -94,7 +94,7 @@
     const severities = new Set([...flagged[state.treatment].values()].map((mark) => mark.severity));
     for (const severity of ["critical", "warning", "note"]) if (severities.has(severity)) make("span", scale, severity, `key ${severity}`);
     if (!severities.size) make("span", scale, "no head has findings");
-    make("span", scale, `rows: layers, columns: heads${severities.size && data.causes.length ? ", numbers: causes" : ""}`);
+    make("span", scale, `rows: layers, columns: heads${svg.querySelector(".number") && severities.size && data.causes.length ? ", numbers: causes" : ""}`);
     document.querySelectorAll(".place[data-kind]").forEach((button) => button.setAttribute("aria-pressed", button.dataset.kind === state.kind));
     byId("meaning").textContent = data.meaning[s];
   };
@@ -189,14 +189,12 @@
     if (one) paintTable(one);
   };
 
-  byId("copy")?.addEventListener("click", async (event) => {
-    const button = event.currentTarget;
-    try { await navigator.clipboard.writeText(button.dataset.copy); button.textContent = "Copied"; } catch { getSelection().selectAllChildren(byId("command")); button.textContent = "Selected"; }
-  });
+  enableCopy();
   const chips = [...document.querySelectorAll(".chip")];
   const reachable = chips.filter((chip) => rowOf.has(Number(chip.dataset.layer)));
   chips.forEach((chip) => { chip.disabled = !reachable.includes(chip); });
   const scrollToHead = () => byId("chosen").scrollIntoView({ behavior: "smooth", block: "start" });
+  for (const chip of reachable) if (chip.dataset.kind) chip.title = "Show only this cause on the map";
   reachable.forEach((chip) => chip.addEventListener("click", () => {
     const { kind } = chip.dataset, again = kind && state.kind === kind;
     if (kind) choose({ kind: again ? null : kind });

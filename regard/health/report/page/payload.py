@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from regard.health.checks.finding import Finding
+from regard.health.checks.finding import MODEL, Finding
 from regard.health.measure import histogram as bins
 from regard.health.measure.heads import HeadReading
 from regard.health.measure.histogram import BINS, ROW
 from regard.health.measure.layer_reading import CURVES, LayerReading
 from regard.health.report.glossary import STATISTICS, WORDS
-from regard.health.report.page.causes import list_shown
+from regard.health.report.page.causes import SHOWN, list_causes
 from regard.health.report.page.problems import checks_of, first_place
 from regard.health.report.report import Report
 from regard.health.report.summary import ROOT
@@ -90,7 +90,7 @@ def make_payload(report: Report, groups: int, digits: int, changed: bool = True,
             for name, heads in treatments.items()
         ],
         first=first_place(report),
-        causes=[cause.kind for cause in list_shown(report)],
+        causes=[cause.kind for cause in list_causes(report)[:SHOWN]],
         tokens=report.tokens,
     )
 
@@ -105,7 +105,7 @@ def _align(curves: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, list]
 def list_flagged(findings: Sequence[Finding]) -> list[list]:
     """[layer index, head, gravest severity, kinds] of every head with a finding."""
     flagged: dict[tuple[int, int], list] = {}
-    for finding in findings:  # the gravest come first
+    for finding in (one for one in findings if one.scope != MODEL):  # the gravest come first
         for place in finding.places:
             flagged.setdefault(place, [*place, finding.severity, []])[3].append(finding.kind)
     return [flagged[place] for place in sorted(flagged)]

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from regard.health.checks.finding import Finding
+from regard.health.checks.finding import MODEL, Finding
 from regard.health.report.glossary import link, link_words
-from regard.health.report.page.causes import list_shown
+from regard.health.report.page.causes import SHOWN, list_causes
 from regard.health.report.page.document import escape
 from regard.health.report.report import Report
 from regard.health.report.screen import describe_place
@@ -22,7 +22,7 @@ def checks_of(report: Report) -> dict[str, Any]:
 def first_place(report: Report) -> tuple[int, int] | None:
     """The head to look at first: of the gravest finding, else the most unusual one; None if there is no head."""
     measured = {(head.index, head.head) for head in report.heads}
-    for finding in report.findings:
+    for finding in (one for one in report.findings if one.scope != MODEL):
         for place in sorted(finding.places):
             if place in measured:
                 return place
@@ -34,7 +34,7 @@ def first_place(report: Report) -> tuple[int, int] | None:
 
 def make_problems(report: Report) -> str:
     """The section of findings that the causes above do not tell, and the most unusual heads where nothing is wrong."""
-    shown = list_shown(report)
+    shown = list_causes(report)[:SHOWN]
     told = {id(cause.finding) for cause in shown}
     cards = "".join(_card(report, finding) for finding in report.findings if id(finding) not in told)
     count = len(report.findings) - len(told)

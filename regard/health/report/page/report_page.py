@@ -5,13 +5,14 @@ Everything that comes from a model is escaped here, or set as text there.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 from regard.health import checks as registry
 from regard.health.checks.finding import Finding
 from regard.health.measure.heads import HeadReading
 from regard.health.report.glossary import link, link_words, make_glossary
-from regard.health.report.page.causes import make_causes
+from regard.health.report.page.causes import list_causes, make_causes
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
 from regard.health.report.page.problems import checks_of, make_problems
@@ -33,9 +34,9 @@ VERDICTS = dict(
     critical="critical findings", warning="warnings", note="notes only", clean="no problem found",
     partly="no problem found where measured", unmeasured="not measured", unjudged="too little data to judge",
 )  # fmt: skip
-GRAVE = ("critical", "warning")
 LIMIT = 2_500_000  # bytes of the packed numbers; beyond it detail is left out, never a head
 PREVIEW = 160  # characters of the text
+NAMES = 150  # characters of the names of skipped checks
 LISTED = 200  # unmeasured layers
 SAMPLE = 12  # heads from which the size of all is estimated
 
@@ -61,7 +62,7 @@ DETAILS = (Detail(48, 5), Detail(0, 4), Detail(0, 3, spread=False), Detail(0, 3,
 
 def render(report: Report) -> str:
     numbers, detail = _pack_numbers(report)
-    causes = make_causes(report)
+    causes = make_causes(report, list_causes(report))
     parts = [
         _header(report), f'<div class="{"first" if causes else "alone"}">{causes}{_map(report, detail)}</div>',
         make_problems(report), _chosen(report, detail), _what_if(report), _checked(report), _how(report),
@@ -89,9 +90,11 @@ def _header(report: Report) -> str:
     verdict = report.findings[0].severity if report.findings else _verdict_without_findings(report)
     stop = f'<p class="stop" role="alert">Incomplete: {escape(report.interrupted)}</p>' if report.interrupted else ""
     loss = describe_loss(report)
-    said = f"{count_causes(report)}." if verdict in GRAVE else describe_no_findings(report)
-    said += f" {loss[:1].upper()}{loss[1:]}." if loss else ""
-    said = "".join(f"<p>{link_words(line)}</p>" for line in [*describe_mixers(report), said])
+    cause = count_causes(report)
+    said = f"<b>{link_words(f'{cause[:1].upper()}{cause[1:]}.' if cause else describe_no_findings(report))}</b>"
+    said += link_words(f" {loss[:1].upper()}{loss[1:]}.") if loss else ""
+    lines = [said, *map(link_words, describe_mixers(report)), *([] if cause else [UNSURE])]
+    said = "".join(f"<p>{line}</p>" for line in lines)
     return f"""<header>
 <p class="brand">regard · attention report</p>
 <h1>{escape(report.title)} <span class="pill {verdict}">{VERDICTS[verdict]}</span></h1>
@@ -100,12 +103,14 @@ def _header(report: Report) -> str:
 
 
 def _describe_extent(report: Report) -> str:
-    """`Checked on the built-in sample: 21 checks made, 24 not`, with a link to the reasons."""
+    """`Measured on the built-in sample. 21 checks made, 2 not: …`, with a link to the reasons."""
     source = escape(str(report.how.get("input", "the batches given to regard.examine")))
     if report.checks is None:
         return f'Measured on {source}; <a href="#checked">what was not checked</a>.'
     made, left = len(report.checks.done), len(report.checks.skipped)
-    return f'Measured on {source}. {count_noun(made, "check")} made, <a href="#checked">{left} not: why</a>.'
+    names = shorten("; ".join(name for name, _ in report.checks.skipped), NAMES, placeholder=" …")
+    listed = f': {escape(names)} (<a href="#checked">why</a>)' if left else ""
+    return f"Measured on {source}. {count_noun(made, 'check')} made, {left} not{listed}."
 
 
 def _describe_text(report: Report) -> str:
@@ -244,8 +249,9 @@ def _checked(report: Report) -> str:
     rows = "".join(
         f"<tr><th>{escape('; '.join(names))}</th><td>{escape(why)}</td></tr>" for why, names in grouped.items()
     )
+    unsure = f"<p>{UNSURE}</p>" if count_causes(report) else ""  # else the header has it
     return f"""<section id="checked"><h2>What was checked, and what was not</h2>
-<p>{UNSURE}</p>
+{unsure}
 <details class="about"><summary>Passed: {count_noun(len(passed) + len(true), "check")}</summary>
 <p>Looked for and not found in the measured layers: {", ".join(map(link, passed)) or "nothing"}.</p>{done}</details>
 <details class="about" open><summary>Not checked: {len(gaps)}, with the reasons</summary>

@@ -10,7 +10,7 @@ ENCODER := .venv/.encoder
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesses 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all fuzz soak test-gpu compile bench lint format figures docs matrix dist clean
+.PHONY: help setup demo test test-all fuzz soak test-gpu compile bench lint format figures notebooks docs matrix dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ format: $(READY)  ## fix what lint can fix by itself
 figures: $(READY)  ## the pictures of README and docs
 	$(BIN)/python docs/figures/eight.py
 	$(BIN)/python docs/figures/screen.py
+
+notebooks: $(READY)  ## run notebooks/*.ipynb and keep what they show in the files
+	$(BIN)/python tools/run_notebooks.py
 
 docs: $(READY)  ## the site, into site/: guide, claims with figures, normalisers, API
 	$(INSTALL) --editable '.[docs]' --editable ./lab

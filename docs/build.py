@@ -195,11 +195,23 @@ def normalizer_page(name: str) -> str:
 
 
 def notebook_page(path: Path) -> str:
-    """A notebook's text and code, without what it prints; its badge, an image of another site, becomes a link."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    texts = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in cells]
-    whole = "\n\n".join(f"```python\n{text}\n```" if code else text for text, code in texts) + "\n"
-    return re.sub(r"\[!\[(.*?)\]\(.*?\)\]", r"[\1]", whole)
+    """A notebook's text, code and outputs; its badge, an image of another site, becomes a link."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+        parts += [notebook_output(one) for one in cell.get("outputs", ())]
+    return re.sub(r"\[!\[(.*?)\]\(.*?\)\]", r"[\1]", "\n\n".join(parts) + "\n")
+
+
+def notebook_output(output: dict) -> str:
+    """What a cell printed or showed: text, or a figure."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        return (
+            f'<p><img alt="The figure that the cell above draws" src="data:image/png;base64,{data["image/png"]}"></p>'
+        )
+    return f"```text\n{''.join(output.get('text') or data['text/plain']).rstrip()}\n```"
 
 
 def notebook_title(path: Path) -> str:

@@ -1,10 +1,10 @@
-"""Every notebook runs from top to bottom, is short, holds no outputs, and opens in Colab."""
+"""Every notebook is short, opens in Colab, and holds what its own code shows."""
 
 from __future__ import annotations
 
-import ast
+import copy
+import importlib.util
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -12,49 +12,55 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 COLAB = "https://colab.research.google.com/github/regard-attention/regard/blob/main/notebooks/"
+SOURCE = '"regard[cpu] @ git+https://github.com/regard-attention/regard"'  # until there is a release
 
 
-def read_cells(path: Path) -> list[tuple[str, str]]:
-    """(kind, text) of each cell."""
-    return [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text("utf-8"))["cells"]]
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("run_notebooks", ROOT / "tools" / "run_notebooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def run_cell(text: str, names: dict) -> None:
-    """Run a cell as Jupyter does: `%%writefile` writes, other magics install, a last expression shows itself."""
-    if text.startswith("%%writefile"):
-        head, content = text.split("\n", 1)
-        Path(head.split()[1]).write_text(content, encoding="utf-8")
-        return
-    tree = ast.parse("\n".join(line for line in text.splitlines() if not line.startswith("%")))
-    shown = None if text.rstrip().endswith(";") else tree.body.pop() if tree.body else None
-    last = ast.Expression(shown.value) if isinstance(shown, ast.Expr) else None
-    if shown is not None and last is None:
-        tree.body.append(shown)
-    exec(compile(tree, "cell", "exec"), names)
-    if last is not None:
-        value = eval(compile(last, "cell", "eval"), names)
-        show = getattr(value, "_repr_html_", None)
-        assert value is None or (show() if show else repr(value))
+def read(path):
+    return json.loads(path.read_text("utf-8"))
+
+
+def list_kinds(notebook):
+    """Of each output of each cell, what it is: printed text, or the forms of a value or figure."""
+    return [
+        [sorted(one.get("data", ["stream"])) for one in cell["outputs"]]
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "code"
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_short_and_opens_in_colab(path):
-    cells = read_cells(path)
+    cells = read(path)["cells"]
+    first, second = ("".join(cell["source"]) for cell in cells[:2])
     assert len(cells) < 10
-    assert cells[0][0] == "markdown" and cells[0][1].startswith("# ") and f"({COLAB}{path.name})" in cells[0][1]
-    assert all(not cell.get("outputs") for cell in json.loads(path.read_text("utf-8"))["cells"])
+    assert cells[0]["cell_type"] == "markdown" and first.startswith("# ") and f"({COLAB}{path.name})" in first
+    assert second.startswith("%pip install") and SOURCE in second
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_outputs_are_of_this_code(path, tool):
+    notebook = read(path)
+    assert notebook["metadata"]["regard"]["code"] == tool.hash_code(notebook), "run: make notebooks"
+    assert any(list_kinds(notebook)) and path.stat().st_size < 100_000
+    changed = copy.deepcopy(notebook)
+    changed["cells"][1]["source"] = ["another line"]
+    assert tool.hash_code(changed) != tool.hash_code(notebook)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path, tmp_path, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
-    names: dict = {"__name__": "__main__"}
-    for kind, text in read_cells(path):
-        if kind == "code":
-            run_cell(text, names)
-    pyplot.close("all")
+def test_a_notebook_shows_the_same_again(path, tool):
+    pytest.importorskip("matplotlib")
+    notebook = read(path)
+    again = copy.deepcopy(notebook)
+    tool.run(again)
+    assert list_kinds(again) == list_kinds(notebook)

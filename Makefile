@@ -69,6 +69,7 @@ format: $(READY)  ## fix what lint can fix by itself
 figures: $(READY)  ## the pictures of README and docs
 	$(BIN)/python docs/figures/eight.py
 	$(BIN)/python docs/figures/screen.py
+	$(BIN)/python docs/figures/story.py
 
 notebooks: $(READY)  ## run notebooks/*.ipynb and keep what they show in the files
 	$(BIN)/python tools/run_notebooks.py

@@ -30,6 +30,9 @@ from regard_lab.training.command import table
 import regard
 from regard import listing
 from regard.health.commands.rule import make_page as rules_page
+from regard.health.models import tiny
+from regard.health.models.inputs import sample_text
+from regard.health.report.page import report_page
 
 HERE = Path(__file__).parent
 NOTEBOOKS = sorted((HERE.parent / "notebooks").glob("*.ipynb"))
@@ -67,9 +70,20 @@ def pages() -> dict[str, str]:
     for path in NOTEBOOKS:
         made[f"notebooks/{path.stem}.md"] = notebook_page(path)
     made["rules.md"] = rules_page()
+    made["sample-report.html"] = sample_report()
     made["explore.html"] = render()
     made["lab.html"] = lab_page(list(results().values()))
     return made
+
+
+def sample_report() -> str:
+    """The page of `regard demo`: a small model that was trained without 1/√d."""
+    model, _ = tiny.checkpoint("tiny-unscaled")
+    texts = tiny.batches(sample_text(), model.options["length"], 8)
+    report = regard.examine(
+        model, texts, ["scale=sqrt", "qk_norm"], title="tiny-unscaled", tokenizer=tiny.CHARACTERS.__getitem__
+    )
+    return report_page.render(report)
 
 
 def claims_index() -> str:

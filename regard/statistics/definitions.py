@@ -136,7 +136,7 @@ COUNT, LOGIT, SHARE = ("log", -2.0, 7.0), ("asinh", -15.0, 15.0), ("share", 0.0,
 DEFINITIONS = dict(
     visible_keys=Definition(None, visible_keys, COUNT, "The number of keys that a query may look at.", of_sick=True),
     max_logit=Definition(
-        None, max_logit, LOGIT, "The largest logit of a row; published runs keep it below 100.", -INF, of_sick=True
+        None, max_logit, LOGIT, "The largest logit of one row.", -INF, of_sick=True
     ),
     mean_logit=Definition("logits", mean_logit, LOGIT, "The mean logit of a row."),
     logit_variance=Definition(

@@ -21,7 +21,7 @@ from regard.health.report.writer import Writer, fold_numbers, printable
 from regard.table import Table, format_number
 
 SHOWN = {"entropy ratio": "entropy_ratio", "max weight": "max_weight", "gain ratio": "gain_ratio"}
-LISTED, ROWS = 12, 6  # heads of a finding; rows of the table of layers on the screen
+LISTED, ROWS = 6, 6  # heads of a finding; rows of the table of layers on the screen
 
 MARKS = {"same": "✓", "better": "✓", "worse": "✗", "different": "≠"}
 

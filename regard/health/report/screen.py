@@ -162,9 +162,10 @@ def _describe_cause(writer: Writer, report: Report, number: int, cause: Cause, d
         yield from writer.field("so", ", ".join(dict.fromkeys(one.kind for one in cause.symptoms)), 1)
     alone = is_first or detail.tried > 1  # a gain has its own line
     effect = "" if alone else _describe_effect(report, cause)
-    yield from writer.field("do first" if is_first else "do", cause.fix.rstrip(".") + (effect or "."), do)
+    for line, _ in writer.field("do first" if is_first else "do", cause.fix.rstrip(".") + (effect or "."), do):
+        yield line, "bold" if is_first else ""
     for at, gain in enumerate(describe_gain(report, cause)[: detail.tried if is_first else 1] if alone else ()):
-        yield from writer.field("gain now" if at == 0 else "", gain, 1)
+        yield from writer.field("gain now" if at == 0 else "", gain, 1 + (detail.tried > 1))
     if is_first:
         yield from writer.field("sure", describe_proof(cause), detail.sure)
 
@@ -273,7 +274,9 @@ def _draw_map(report: Report, causes: Sequence[Cause], most: int) -> Iterator[Li
         numbers = f"{'–' if entropy != entropy else f'{entropy:.2f}':>7}  {_number(row.largest):>13}"
         first = [str(starts[index]) for index in row.indices if index in starts]
         note = f"   ← {', '.join(first)} starts here" if first else ""
-        yield f"{fold_numbers(row.indices):>7}  {_fold_marks(row.marks):<{width}}  {numbers}{note}", ""
+        marks = set(row.marks) - {NOTHING}
+        style = COLOURS[causes[int(min(marks)) - 1].severity] if marks else ""
+        yield f"{fold_numbers(row.indices):>7}  {_fold_marks(row.marks):<{width}}  {numbers}{note}", style
 
 
 def _fold_marks(marks: str) -> str:

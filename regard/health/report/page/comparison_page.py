@@ -65,16 +65,19 @@ def _changes(comparison: Comparison) -> str:
     parts, empty, count = [], [], 0
     for title, changes, report in groups:
         severity = {one.kind: one.severity for one in reversed(report.findings)}
+        told = {cause.kind for cause in report.diagnosis}
         others = [one for one in changes if one.kind not in {cause.kind for cause in causes[:SHOWN]}]
+        others.sort(key=lambda one: one.kind not in told)
         cards = "".join(_card(change, severity.get(change.kind, "note")) for change in others)
         parts.append(f"<h3>{title}</h3>{cards}" if cards else "")
         empty += [] if changes else [title]
         count += len(others)
     none = f'<p class="none">{", ".join(empty)}: nothing.</p>' if empty else ""
-    first = make_causes(comparison.b, causes, "New in B") if causes else ""
-    summary = f"{count_noun(count, 'more finding' if causes else 'finding')} that changed"
-    folded = f"<details{'' if causes else ' open'}><summary>{summary}</summary>{''.join(parts)}</details>"
-    return f"""<section id="changes">{first}{folded if count else ""}{none}</section>"""
+    cards = "".join(parts)
+    if causes and cards:
+        cards = f"<details><summary>{count_noun(count, 'more finding')} that changed</summary>{cards}</details>"
+    first = make_causes(comparison.b, causes, "New in B") or "<h2>What changed</h2>"
+    return f"""<section id="changes">{first}{cards}{none}</section>"""
 
 
 def _card(change: FindingChange, severity: str) -> str:

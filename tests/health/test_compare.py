@@ -73,18 +73,19 @@ def test_what_compare_cannot_read_or_write_is_told_in_a_line(tmp_path, capsys, d
 
 
 def test_findings_of_one_kind_are_added_and_gaps_are_told(tmp_path, capsys, data):
-    one = dict(kind="scale off", severity="warning", evidence="", threshold="", remedy="", measured=[], indices=[])
-    two = dict(data, findings=[dict(one, heads=[["a", 0]] * 12), dict(one, heads=[["a", 1]])], unmeasured=[["b", "?"]])
+    one = dict(kind="scale off", severity="warning", evidence="", threshold="", remedy="", measured=[])
+    findings = [dict(one, heads=[["a", 0]] * 12, indices=[0] * 12), dict(one, heads=[["a", 1]], indices=[0])]
+    two = dict(data, findings=findings, unmeasured=[["b", "?"]])
     nothing = dict(data, heads=[], findings=[], interrupted="KeyboardInterrupt\x1b[2J")
     a, b = written(tmp_path / "a.json", two), written(tmp_path / "b.json", nothing)
     assert main(["compare", str(a), str(b), "--out", "both.html"]) == 0
     out = capsys.readouterr().out
     first, *rest = out.splitlines()
-    assert first.startswith("≠ No verdict: B (nothing was measured") and "Resolved" not in out
-    assert "not seen in B scale off in 2 heads (0·0 0·1)" in rest
-    assert "(layers not measured: 1)" in out
-    assert r"(nothing was measured; not finished: KeyboardInterrupt\x1b[2J)" in out
-    assert "(nothing was measured; not finished: KeyboardInterrupt" in (tmp_path / "both.html").read_text()
+    assert first.startswith("≠ No verdict: B: nothing was measured") and "Resolved" not in out
+    assert "unseen    scale off in 2 heads (0·0 0·1)" in rest
+    assert "layers not measured: 1" in out
+    assert r"nothing was measured; not finished: KeyboardInterrupt\x1b[2J" in out
+    assert "nothing was measured; not finished: KeyboardInterrupt" in (tmp_path / "both.html").read_text()
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

@@ -213,6 +213,7 @@ def test_comparing_two_reports(report, tmp_path, capsys):
         "[]",
         '{"heads": [1], "findings": [], "title": "x"}',
         '{"heads": [], "findings": [{}], "title": "x"}',
+        '{"heads": [], "findings": [{"kind": "dead", "heads": [["a", 0]], "indices": []}], "title": "x"}',
     ):
         (tmp_path / "c.json").write_text(nonsense)
         assert main(["compare", str(a), str(tmp_path / "c.json")]) == 1

@@ -61,8 +61,16 @@ def test_every_link_between_files_leads_to_a_file():
         text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
         for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
             if "://" not in link and not link.startswith(
-                ("claims/", "normalizers/", "../normalizers/", "rules.md", "../rules.md", "docs/rules.md")
-                + ("sample-report.html", "../sample-report.html")
+                (
+                    "claims/",
+                    "normalizers/",
+                    "../normalizers/",
+                    "rules.md",
+                    "../rules.md",
+                    "docs/rules.md",
+                    "sample-report.html",
+                    "../sample-report.html",
+                )
             ):
                 assert (path.parent / link).exists(), f"{path.name}: {link}"
 

@@ -96,7 +96,8 @@ class Comparison:
         parts = [f"{said}{', '.join(names)}" for said, names in (("", worse), ("no more ", better)) if names]
         losses = [describe_loss_of(report) for report in (self.a, self.b)]
         beside = f"loss {losses[0]} → {losses[1]}" if all(losses) else ""
-        if gaps := [f"{letter} ({describe_gaps(one).removeprefix(': ')})" for letter, one in self._unfinished()]:
+        gaps = [f"{letter}{describe_gaps(one, checks=False)}" for letter, one in self._unfinished()]
+        if gaps:
             return "different", f"No verdict: {' and '.join(gaps)}."
         if not parts and not self.first_differences and not self.changed:
             return "same", "B is the same as A."
@@ -114,7 +115,7 @@ class Comparison:
     @property
     def gone(self) -> str:
         """How findings of A alone are called: a report that is not whole proves nothing gone."""
-        return "not seen in B" if self._unfinished() else "gone in B"
+        return "unseen" if self._unfinished() else "gone in B"
 
     def _keep_causes(self, changes: Sequence[FindingChange]) -> list[FindingChange]:
         """The changes that are causes and no notes."""
@@ -294,14 +295,14 @@ def describe_name(name: str, report: Report) -> str:
     return name if name == report.title else f"{name} ({report.title})"
 
 
-def describe_gaps(report: Report) -> str:
+def describe_gaps(report: Report, checks: bool = True) -> str:
     """`: layers not measured: 2; 20 checks made, 3 not: …`; empty if nothing is missing."""
     gaps = [] if report.heads else ["nothing was measured"]
     if report.heads and report.unmeasured:
         gaps.append(f"layers not measured: {len(report.unmeasured)}")
     if report.interrupted:
         gaps.append(f"not finished: {report.interrupted}")
-    if report.checks is not None and report.checks.skipped:
+    if checks and report.checks is not None and report.checks.skipped:
         gaps.append(describe_skipped(report, True).replace(" (-v says why)", ""))
     return f": {'; '.join(gaps)}" if gaps else ""
 

@@ -173,4 +173,9 @@ def _is_head(head: Any) -> bool:
 def _is_finding(one: Any) -> bool:
     if not (isinstance(one, dict) and isinstance(one.get("kind"), str) and isinstance(one.get("heads"), list)):
         return False
-    return all(isinstance(head, list) and len(head) == 2 for head in one["heads"])
+    indices = one.get("indices")
+    return (
+        isinstance(indices, list)
+        and len(indices) == len(one["heads"])
+        and all(isinstance(head, list) and len(head) == 2 for head in one["heads"])
+    )

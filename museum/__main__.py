@@ -1,4 +1,8 @@
-"""Scores `regard.check` on every bug of the museum and its sound twin: `python -m museum [SLUG …] [--json]`."""
+"""Scores `regard.check`, and the rivals that are installed, on every bug of the museum and its sound twin.
+
+python -m museum [SLUG …] [--json FILE] [--page FILE]
+python -m museum --read FILE --page docs/museum.md      # the page from a run that was kept
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,22 @@ import json
 import pkgutil
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import museum
 import regard
+from museum import rivals
+from museum.page import COUNTED, make_page, summarise
 
 FIELDS = ("LINK", "SYMPTOM", "NEEDS", "make", "sound")
 KINDS = ("code", "kind", "cause", "evidence")
+OTHERS = ("parts", "page", "rivals", "__main__")
 
 
 def list_bugs() -> list[str]:
     """Returns the slugs of all bugs, sorted."""
-    return sorted(one.name for one in pkgutil.iter_modules(museum.__path__) if one.name not in ("parts", "__main__"))
+    return sorted(one.name for one in pkgutil.iter_modules(museum.__path__) if one.name not in OTHERS)
 
 
 def load(slug: str) -> Any:
@@ -31,30 +39,41 @@ def load(slug: str) -> Any:
     return bug
 
 
-def check(make: Any) -> tuple[Any, float]:
-    """Returns the verdict on what `make` makes, and its seconds."""
-    model, batches, options = make()
-    begin = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        verdict = regard.check(model, batches, progress=False, **options)
-    return verdict, time.perf_counter() - begin
-
-
 def score(slug: str) -> dict[str, Any]:
-    """Returns what regard says of one bug: a failure that the twin has too is a false alarm and finds nothing."""
+    """Returns what is said of one bug: a failure that the twin has too is a false alarm and finds nothing."""
     bug = load(slug)
-    verdict, seconds = check(bug.make)
-    twin, twin_seconds = check(bug.sound)
+    made, twin_made = bug.make(), bug.sound()
+    begin = time.perf_counter()
+    verdict, twin = check(made), check(twin_made)
+    seconds = time.perf_counter() - begin
     known = {one.code for one in twin.failures}
     new = [one for one in verdict.failures if one.code not in known]
     said = " ".join(str(getattr(one, name, "")) for one in new for name in KINDS).lower()
+    first = [describe(cause.finding) for cause in verdict.diagnosis if cause.finding in new]
     return {
-        "slug": slug, "link": bug.LINK, "symptom": bug.SYMPTOM,
+        "slug": slug, "title": (bug.__doc__ or slug).strip().split("\n")[0], "link": bug.LINK, "symptom": bug.SYMPTOM,
         "found": bool(new), "named": any(word.lower() in said for word in bug.NEEDS),
-        "says": [describe(one) for one in new], "false_alarms": [describe(one) for one in twin.failures],
-        "notes": [describe(one) for one in verdict.notes], "seconds": round(seconds + twin_seconds, 1),
+        "says": [*first, *(text for one in new if (text := describe(one)) not in first)],
+        "false_alarms": [describe(one) for one in twin.failures], "notes": [describe(one) for one in verdict.notes],
+        "seconds": round(seconds, 1), "rivals": {name: compare(name, made, twin_made) for name in rivals.installed()},
     }  # fmt: skip
+
+
+def check(made: tuple) -> Any:
+    """Returns the verdict on a model, its batches and its options."""
+    model, batches, options = made
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return regard.check(model, batches, progress=False, **options)
+
+
+def compare(name: str, made: tuple, twin: tuple) -> dict[str, list[str]]:
+    """Returns what a rival says of the bug alone, what of the twin, and the error with which it stopped, if any."""
+    try:
+        said, known = (rivals.judge(name, one[0], one[1][0]) for one in (made, twin))
+    except Exception as error:
+        return {"says": [], "false_alarms": [], "stopped": [f"{type(error).__name__}: {error}"[:200]]}
+    return {"says": sorted(said - known), "false_alarms": sorted(known), "stopped": []}
 
 
 def describe(finding: Any) -> str:
@@ -63,36 +82,38 @@ def describe(finding: Any) -> str:
     return f"{finding.code} {finding.kind}{place}: {finding.evidence}"
 
 
-def summarise(rows: list[dict[str, Any]]) -> str:
-    """Returns the last line: found, named, twins with a false alarm."""
-    found, named = sum(row["found"] for row in rows), sum(row["named"] for row in rows)
-    alarms, count = sum(bool(row["false_alarms"]) for row in rows), max(len(rows), 1)
-    return (
-        f"{len(rows)} bugs: {found} found ({found / count:.0%}), {named} named ({named / count:.0%}), "
-        f"{alarms} sound twins with a false alarm ({alarms / count:.0%})"
-    )
+def print_row(row: dict[str, Any]) -> None:
+    """Prints the state of regard, which rivals found it, and what regard says."""
+    state = "named" if row["named"] else "found" if row["found"] else "MISSED"
+    others = ", ".join(name for name, one in row["rivals"].items() if one["says"])
+    print(f"{row['slug']:38} {state:7} {row['seconds']:6.1f} s  {row['link']}{f'  also {others}' if others else ''}")
+    for line in row["says"][:3]:
+        print(f"    {line[:200]}")
+    for line in row["false_alarms"]:
+        print(f"    FALSE ALARM ON THE TWIN: {line[:200]}", flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m museum", description=__doc__)
+    parser = argparse.ArgumentParser("python -m museum", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("slugs", nargs="*", metavar="SLUG", help="bugs to score; all by default")
-    parser.add_argument("--json", action="store_true", help="print JSON lines, one per bug")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines, one per bug")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="take what --json wrote, and score nothing")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the gallery, a Markdown page")
     options = parser.parse_args()
     rows = []
-    for slug in options.slugs or list_bugs():
-        row = score(slug)
-        rows.append(row)
-        if options.json:
-            print(json.dumps(row), flush=True)
-            continue
-        state = "named" if row["named"] else "found" if row["found"] else "MISSED"
-        print(f"{slug:38} {state:7} {row['seconds']:6.1f} s  {row['link']}", flush=True)
-        for line in row["says"][:3]:
-            print(f"    {line[:200]}")
-        for line in row["false_alarms"]:
-            print(f"    FALSE ALARM ON THE TWIN: {line[:200]}")
-    if not options.json:
-        print(summarise(rows))
+    if options.read:
+        rows = [json.loads(line) for line in options.read.read_text(encoding="utf-8").splitlines()]
+    else:
+        for slug in options.slugs or list_bugs():
+            rows.append(score(slug))
+            print_row(rows[-1])
+    if options.json:
+        options.json.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+    if options.page:
+        options.page.write_text(make_page(rows), encoding="utf-8")
+    print(f"\n{'':14}" + "".join(f"{word:>26}" for word in COUNTED))
+    for name, counts in summarise(rows).items():
+        print(f"{name:14}" + "".join(f"{text:>26}" for text in counts))
     return 0
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from torch import Tensor, nn
 
 from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.untrained_layers import is_trained
 from regard.health.probe.trial import Trial
 
 KEYS_ALONE = re.compile(r"(^|[._])(k|key|k_proj|linear_k|k_lin|to_k)(_proj)?\.bias$")  # softmax gives them no gradient
@@ -31,6 +32,9 @@ def check(trial: Trial) -> list:
     constant = {name for members in groups.values() for name, x in members if is_start(x)}
     moved = {name for members in groups.values() for name, _ in members} - constant
     scales = [name for name in moved if name.endswith("weight")]
+    if not scales and (norms := [name for name in constant if name.endswith("weight")]) and is_trained(trial.part):
+        text = f"All {len(norms)} weights of norms are exactly at their start (first {sorted(norms)[0]}), and matrices "
+        return trial.find(RULES[0], "warning", [], f"{text}are trained.", "all numbers of a vector equal to 0 or to 1")
     if len(moved) < 2 or not scales:
         raise NotApplicable("no norm has moved from its start: the model is not trained")
     found = []

@@ -1,4 +1,4 @@
-"""Labels and what the model predicts: labels that are all ignored, moved twice, or not moved at all.
+"""Labels and what the model predicts: labels that are all ignored, of padding, moved twice, or not moved at all.
 
 A causal model's row i predicts token i + 1. The loss at the offsets 0, 1 and 2 says which token a trained model's rows
 predict; the offset at which cross entropy is the model's own loss says which label it is trained on.
@@ -6,11 +6,12 @@ predict; the offset at which cross entropy is the model's own loss says which la
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
-from regard.health.probe.labels import each_label, has_no_labels, relate
+from regard.health.probe.labels import IGNORED, each_label, has_no_labels, relate
 from regard.health.probe.task import frequency_losses, interval, predicts_next_token
 from regard.health.probe.trial import Trial
 
@@ -27,7 +28,22 @@ NONE = Rule(
     cause="The collator masks the whole text: the prompt's mask covers the answer, or the template was not found.",
     fix="Print a batch's labels; leave −100 on the prompt and on padding alone.",
 )  # fmt: skip
-RULES = (MOVED, NONE)
+PADDED = Rule(
+    "RG807", "labels of padding", "labels of padding are ignored", "warning", needs="labels and an attention_mask",
+    proves="Proves that tokens that attention_mask marks as padding count in the loss.",
+    cause="Labels are a copy of the ids, padding included.",
+    fix="Set labels to −100 where attention_mask is 0.", references=("trl#1625",), explains=("RG802",),
+)  # fmt: skip
+ENDLESS = Rule(
+    "RG808", "the end is never learned", "ends of text have a label", "warning",
+    needs="labels, an attention_mask, and an eos_token_id in the configuration",
+    proves="Proves that no end of text behind a labelled token has a label: from these batches the model cannot learn "
+    "to stop.",
+    cause="The padding token is the end of text, and the collator ignores every label of the padding token.",
+    fix="Ignore labels by attention_mask, not by the token id; or give padding a token of its own.",
+    references=("trl#6357",),
+)  # fmt: skip
+RULES = (MOVED, NONE, PADDED, ENDLESS)
 NAMES = {0: "the token that it reads (labels were not moved)", 2: "the token after the next (labels were moved twice)"}
 CLEAR = 0.9  # of the loss at the offset 1: a smaller one at another offset is no chance
 
@@ -39,12 +55,47 @@ def check(trial: Trial) -> list[Finding]:
     if empty:
         which = "every batch" if len(empty) == len(given) else f"batch {empty[0]} (counted from 0)"
         found += trial.find(NONE, "critical", [], f"All labels of {which} are −100: there is nothing to predict.")
+    found += check_padding(trial) + check_ends(trial)
     try:
         return found + (check_given(trial) or check_learned(trial))
     except NotApplicable:
         if found:
             return found
         raise
+
+
+def check_padding(trial: Trial) -> list[Finding]:
+    """Labels that are not ignored where the batch's own mask marks padding."""
+    counted = padding = 0
+    for batch in trial.batches:
+        mask, labels = batch.named.get("attention_mask"), batch.labels
+        if batch.has_decoder or not isinstance(mask, Tensor) or labels is None or labels.shape != mask.shape:
+            continue
+        padding += int((mask == 0).sum())
+        counted += int(((mask == 0) & (labels != IGNORED)).sum())
+    if not counted:
+        return []
+    text = f"{counted} of {padding} tokens that attention_mask marks as padding have a label."
+    return trial.find(PADDED, "warning", [], text, "a label other than −100 where attention_mask is 0")
+
+
+def check_ends(trial: Trial) -> list[Finding]:
+    """Ends of text whose labels are ignored although the token before them has one."""
+    given = getattr(getattr(trial.model, "config", None), "eos_token_id", None)
+    ends = [one for one in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(one, int)]
+    ignored = learned = 0
+    for batch in trial.batches:
+        mask, labels, ids = batch.named.get("attention_mask"), batch.labels, batch.targets
+        if batch.has_decoder or not isinstance(mask, Tensor) or labels is None or labels.shape != mask.shape:
+            continue
+        is_end = sum((ids == end for end in ends), torch.zeros_like(ids, dtype=torch.bool))[:, 1:] > 0
+        told = labels != IGNORED
+        real = is_end & (mask[:, 1:] != 0) & told[:, :-1]
+        ignored, learned = ignored + int((real & ~told[:, 1:]).sum()), learned + int((real & told[:, 1:]).sum())
+    if not ignored or learned:
+        return []
+    text = f"All {ignored} ends of text (token {ends[0]}) that follow a labelled token are ignored in the loss."
+    return trial.find(ENDLESS, "warning", [], text, "a label of −100 at every end of text that attention_mask shows")
 
 
 def check_given(trial: Trial) -> list[Finding]:

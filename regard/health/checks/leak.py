@@ -4,10 +4,16 @@ A model that predicts the next token may not see it. No mask need be understood:
 last quarter and the last one alone are exchanged, and the first layer whose earlier rows change is where it begins.
 """
 
+from collections.abc import Callable
+
+from torch import Tensor
+
+from regard.health.capture.call import Call
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.futures import Leak, change_later
-from regard.health.probe.probe import relative_change
+from regard.health.probe.probe import Key, relative_change
+from regard.health.probe.rounding import largest_change
 from regard.health.probe.trial import Trial
 
 RULE = Rule(
@@ -18,11 +24,22 @@ RULE = Rule(
     fix="Give this layer is_causal=True, or a bool mask with tril() that is as long as the text.",
     explains=("RG103", "RG104", "RG105", "RG106", "RG107", "RG206", "RG211"),
 )  # fmt: skip
-RULES = (RULE,)
+ONE_WAY = Rule(
+    "RG116", "sees no later token", "a model that may see later tokens sees them", "warning",
+    needs="causal=False, and attention calls",
+    proves="Proves that every self-attention call hides all later keys, of a model that was said to see them.",
+    cause="The code does not know the option for both directions, or the checkpoint's configuration leaves it out.",
+    fix="Turn the causal mask off (is_causal=False, use_bidirectional_attention), or pass causal=True if it is meant.",
+    references=("sentence-transformers#3725",),
+)  # fmt: skip
+RULES = (RULE, ONE_WAY)
 
 
 def check(trial: Trial) -> list[Finding]:
     trial.require_repeatable()
+    if trial._causal is False and (keys := find_one_way(trial)):
+        text = f"causal=False was said, and all {len(keys)} self-attention calls hide every later key."
+        return trial.find(ONE_WAY, "warning", keys, text, "no later key visible in any self-attention call")
     leaks = [leak for leak in trial.leaks if leak.amount > trial.rounding]
     if not leaks:
         return []
@@ -38,6 +55,23 @@ def check(trial: Trial) -> list[Finding]:
         f"{remedy} Losses measured with this leak are too low: in generation the later tokens are not there. Pass "
         "causal=False if the model may see them.",
     )  # fmt: skip
+
+
+def find_one_way(trial: Trial) -> list[Key]:
+    """The self-attention calls if all are causal; none where the output is that of the last token, which sees all."""
+    calls = {key: one for key, one in trial.captured[1].items() if not one.call.is_cross(key[0])}
+    if not calls or not all(one.k.shape[2] > 1 and trial.is_causal_call(one) for one in calls.values()):
+        return []
+    last = list(calls)[-1]
+
+    def forget(call: Call, key: Key, run: Callable[[], Tensor]) -> Tensor:
+        output = run().clone()
+        if key == last:
+            output[:, :, : output.shape[2] // 2] = 0.0
+        return output
+
+    changed = largest_change(trial.captured[0], trial.probe.run(trial.sample, forget))
+    return list(calls) if changed > trial.rounding else []
 
 
 def describe_reach(trial: Trial, leaks: list[Leak]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.library import is_library_code
-from regard.health.probe.probe import CapturedCall, relative_change
+from regard.health.probe.probe import CapturedCall, Key, relative_change
 from regard.health.probe.rounding import alone_in_batch, largest_change
 from regard.health.probe.trial import Trial
 from regard.health.tokens.text import TokenBatch, find_padding
@@ -67,12 +67,14 @@ def check(trial: Trial) -> list[Finding]:
 
 def check_given(trial: Trial) -> list[Finding]:
     """The batch's own padding."""
-    trial.require_rows()
     batch, padding, row = find_padded_row(trial)
     kept = (~padding[row]).nonzero().flatten()
     one = batch.select(torch.tensor([row], device=batch.ids.device))
     alone = one.map(lambda x: x[:, kept] if isinstance(x, Tensor) and x.shape[:2] == one.ids.shape else x)
     output, calls = trial.probe.capture(one)
+    if output.ndim == 2 and output.shape[0] == 1:
+        return given_pooled(trial, output, calls, alone, kept)
+    trial.require_rows()
     amount = relative_change(output[:, kept], trial.probe.run(alone))
     if amount <= max(LEAST, trial.rounding):
         return []
@@ -98,6 +100,28 @@ def check_given(trial: Trial) -> list[Finding]:
         f"relative change > {LEAST:g}, no padding key visible to a text query",
         "Pad on the right, or pass position_ids that count from the first token of the text "
         "(attention_mask.cumsum(-1) - 1).",
+    )  # fmt: skip
+
+
+def given_pooled(
+    trial: Trial, output: Tensor, calls: dict[Key, CapturedCall], alone: TokenBatch, kept: Tensor
+) -> list[Finding]:
+    """The batch's own padding, of a model with one output per row, [B, C]."""
+    other, after = trial.probe.capture(alone)
+    amount = largest_change(output, other)
+    if amount <= max(LEAST, trial.rounding):
+        return []
+    same = [
+        key for key, call in calls.items()
+        if key in after and call.output.shape[2] > int(kept[-1]) and len(kept) == after[key].output.shape[2]
+        and relative_change(after[key].output, call.output[:, :, kept]) <= max(LEAST, trial.rounding)
+    ]  # fmt: skip
+    is_pooling = bool(calls) and len(same) == len(calls)
+    where = "; attention computes the same of the text: the pooling takes padding, or another token" * is_pooling
+    return trial.find(
+        SEEN if is_pooling or int(kept[0]) == 0 else MOVED, "note" if is_library_code(trial.model) else "warning", [],
+        f"The same text without its padding gives a row output that differs by {amount:.2g} of its size{where}.",
+        f"relative change > {LEAST:g}",
     )  # fmt: skip
 
 
@@ -228,9 +252,12 @@ def check_encoder(trial: Trial) -> list[Finding]:
         name = "attention_mask"
     if name is None:
         raise NotApplicable("forward takes no mask of the encoder's text")
+    given = tokens.given_mask(tokens.ids, name)
+    length = tokens.ids.shape[1]
+    if given is not None and bool(given[:, 0].all()):  # the longest text alone, as rows may be short
+        length = int(given.sum(1).max())
+        tokens = tokens.select(given.sum(1).argmax()[None])
     ids = tokens.ids
-    given = tokens.given_mask(ids, name)
-    length = int(given.sum(1).min()) if given is not None and bool(given[:, 0].all()) else ids.shape[1]
     if length < 8:
         raise NotApplicable("the encoder's text is shorter than 8 tokens")
     short = ids[:, :length]

@@ -10,10 +10,13 @@ import re
 
 import torch
 
+from regard.health.checks.distance_bias import last_bias, slopes_of
 from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.library import is_library_code
 from regard.health.probe.probe import CapturedCall, Key, relative_change
 from regard.health.probe.repeated import capture_repeated
 from regard.health.probe.rotation import Rotation, depends_on_position, recover_rotation
+from regard.health.probe.rounding import largest_change
 from regard.health.probe.trial import Trial
 
 NEEDS = "token ids and attention calls"
@@ -45,7 +48,14 @@ MISSING = Rule(
     "Add positions to the embeddings, rotate q and k, or add a relative bias.",
     ("arXiv 2305.19466",),
 )  # fmt: skip
-RULES = (ONE_SIDED, UNEQUAL, VALUES, MISSING)
+MIRRORED = Rule(
+    "RG724", "before is as behind", "a text read backwards has other outputs", "warning", NEEDS,
+    "the outputs of the reversed text are the reversed outputs: positions tell how far a token is, and not on which "
+    "side; ALiBi in encoders is so by design and does not count",
+    "Relative positions are taken without their sign, or sin and cos of the distance lost it.",
+    "Give distances before and behind a token different encodings.", ("speechbrain#3073",),
+)  # fmt: skip
+RULES = (ONE_SIDED, UNEQUAL, VALUES, MISSING, MIRRORED)
 POSITIONS = re.compile(r"pos|rope|rotary|alibi|freqs|^(cos|sin)(_|$)", re.IGNORECASE)  # in names
 ANGLE = 1e-3  # rad per position by which q and k may differ
 
@@ -79,7 +89,7 @@ def check(trial: Trial) -> list:
             f"The values turn with their positions in {len(values)} of {len(calls)} layers (first {values[0][0][0]})."
         )
         found += trial.find(VALUES, "warning", [key for key, _ in values], text)
-    return found + find_missing(trial, calls)
+    return found + (find_missing(trial, calls) or find_mirrored(trial, calls))
 
 
 def is_self_attention(one: CapturedCall) -> bool:
@@ -123,6 +133,24 @@ def find_missing(trial: Trial, calls: dict[Key, CapturedCall]) -> list:
     how = "causal order alone tells places apart" if causal else "a swap of two tokens changes nothing elsewhere"
     severity = "note" if causal and not names_positions(trial) else "warning"
     return trial.find(MISSING, severity, [], f"No query, key or score depends on the position: {how}.")
+
+
+def find_mirrored(trial: Trial, calls: dict[Key, CapturedCall]) -> list:
+    """[Finding] if a text read backwards gives the outputs backwards, in a model that knows an order."""
+    text = trial.text
+    output = trial.probe.run(text)
+    if text.has_decoder or output.shape[:2] != text.targets.shape or any(map(trial.is_causal_call, calls.values())):
+        return []
+    turned = trial.probe.run(text.with_targets(text.targets.flip(1)))
+    if largest_change(output, turned.flip(1)) > trial.rounding or not moves_with_order(trial):
+        return []
+    biases = [bias for one in trial.captured[1].values() if (bias := last_bias(one)) is not None]
+    if biases and all(slopes_of(bias) is not None for bias in biases):
+        return []
+    words = (
+        "The text read backwards gives the same outputs backwards: what stands before a token is as what follows it."
+    )
+    return trial.find(MIRRORED, "note" if is_library_code(trial.model) else "warning", [], words)
 
 
 def has_bias(one: CapturedCall) -> bool:

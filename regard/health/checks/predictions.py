@@ -10,6 +10,7 @@ import math
 from regard.health.checks.diffuse import untrained_heads
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.untrained_layers import is_all_random
 from regard.health.probe.task import LossReading
 from regard.health.probe.trial import Trial
 
@@ -39,10 +40,10 @@ def check(trial: Trial) -> list[Finding]:
     if reading.low <= reading.unigram:
         return []
     guessing = FRESH * reading.unigram < reading.mean < CONFIDENT * (reading.uniform or math.inf)
-    untrained = guessing and bool(untrained_heads(trial.heads))
+    untrained = guessing and (bool(untrained_heads(trial.heads)) or is_all_random(trial.part))
     return trial.find(
         RULE, "note" if untrained else "critical", [],
-        describe(reading) + (" Its heads look untrained too." if untrained else ""),
+        describe(reading) + (" Its heads or weights look untrained too." if untrained else ""),
         "loss of the next or masked token, 95 % interval, above that of the text's unigrams",
         "If it was trained, look for what is wrong outside the scores as well: token ids of another tokenizer, weights "
         "that were not loaded, positions, norms, the output layer; regard.compare(model, reference, batches) names the "

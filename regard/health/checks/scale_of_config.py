@@ -1,4 +1,4 @@
-"""The scale of the scores is not the one that the configuration names.
+"""The scale of the scores is not the one that the configuration names, or, in code written by hand, not 1/√d.
 
 The effective scale is the call's own times the factors by which q and k were multiplied after their projections.
 """
@@ -16,6 +16,15 @@ from regard.health.probe.trial import Trial
 from regard.table import format_number
 
 OFF = 5e-3  # relative difference of two scales
+BY_HAND = Rule(
+    "RG421", "scale of another formula", "scores that are computed by hand are divided by √d", "warning",
+    "token ids, and attention whose class is of no library",
+    "the scale of the calls, times what multiplied q and k after their projections, is exactly 1, √d, 1/d, or 1/√width "
+    "of the model; weights that hold the factor, or a model that was trained so, work all the same",
+    "1/√d is missing, multiplied for divided, or taken of the model's width.",
+    "Divide the scores by √d of one head.", explains=("RG301", "RG302", "RG303", "RG306", "RG401", "RG402"),
+)  # fmt: skip
+LIBRARIES = ("transformers.", "torch.", "regard.", "diffusers.", "timm.", "x_transformers.", "flash_attn.")
 RULES = (
     Rule(
         "RG410", "scale is not the configured one",
@@ -27,6 +36,7 @@ RULES = (
         ("transformers#46634", "arXiv 2408.00118"),
         explains=("RG24", "RG301", "RG302", "RG303", "RG306", "RG401", "RG8"),
     ),
+    BY_HAND,
 )  # fmt: skip
 
 
@@ -34,6 +44,8 @@ def check(trial: Trial) -> list:
     wrong: dict[str, list[Key]] = {}
     judged = 0
     inside = capture_inside(trial)
+    if found := check_by_hand(trial, inside):
+        return found
     for key, one in trial.captured[1].items():
         config = layer_config(trial, one)
         named = None if config is None else configured_scale(config, one)
@@ -57,6 +69,30 @@ def check(trial: Trial) -> list:
     return trial.find(
         RULES[0], "warning", keys, ". ".join(texts[:4]) + ".", f"relative difference of the scales > {OFF:g}"
     )
+
+
+def check_by_hand(trial: Trial, inside: dict[Key, Inside]) -> list:
+    """Scales of calls of the user's own classes that are 1, √d or 1/√width of the model."""
+    found: list[tuple[Key, str]] = []
+    for key, one in trial.captured[1].items():
+        heads, d = one.q.shape[1], one.q.shape[-1]
+        ratios = [length_ratio(x, inside[key]) for x in (one.q, one.k)]
+        scale = resolve_scale(one.call.options.get("scale"), d)
+        if f"{type(one.call.module).__module__}.".startswith(LIBRARIES) or isinstance(scale, Tensor) or heads < 2:
+            continue
+        if None in ratios or layer_config(trial, one) is not None:
+            continue  # a norm or another map lies between the projection and the call, or a configuration says more
+        used = float(scale) * ratios[0][1] * ratios[1][1]  # type: ignore[index]
+        names = {"1: they are not divided by √d": 1.0, "√d": d**0.5, "1/√width of the model": (heads * d) ** -0.5}
+        names["1/d, which muP alone asks"] = 1 / d
+        name = next((name for name, known in names.items() if abs(used / known - 1) < OFF), None)
+        if name is not None and d > 1:
+            found.append((key, name))
+    if not found:
+        return []
+    (key, name), d = found[0], trial.captured[1][found[0][0]].q.shape[-1]
+    text = f"The scale of the scores is {name} (d = {d}, {len(found)} layers, first {key[0] or 'the model itself'})."
+    return trial.find(BY_HAND, "warning", [key for key, _ in found], text, f"relative difference < {OFF:g}")
 
 
 def configured_scale(config: LayerConfig, one: CapturedCall) -> tuple[str, float] | None:

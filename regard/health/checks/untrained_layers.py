@@ -71,6 +71,24 @@ def check(trial: Trial) -> list:
     )  # fmt: skip
 
 
+def is_all_random(model: nn.Module) -> bool:
+    """True if nine matrices of ten have the spectral norm of random numbers: nothing of the model is trained."""
+    found = share_of_random(model)
+    return found is not None and found >= 0.9
+
+
+def is_trained(model: nn.Module) -> bool:
+    """True if half of the matrices have a larger spectral norm than random numbers."""
+    found = share_of_random(model)
+    return found is not None and found <= 0.5
+
+
+def share_of_random(model: nn.Module) -> float | None:
+    """The share of matrices whose spectral norm is that of random numbers; None without a matrix to judge."""
+    known = [(spectral_ratio(w.detach()), w.shape) for name, w in model.named_parameters() if is_judged(name, w)]
+    return sum(x < largest_of_random(*shape) for x, shape in known) / len(known) if known else None
+
+
 def calls_of(trial: Trial) -> list:
     return list(trial.captured[1]) if trial.batches else []
 

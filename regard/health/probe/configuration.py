@@ -132,8 +132,8 @@ def expected_angles(one: LayerConfig, width: int, length: int) -> list[Tensor]:
     """
     rope, kind = one.rope, one.rope_type
     base = rope.get("rope_theta")
-    if base is None or not isinstance(base, (int, float)) or base <= 0:
-        return []
+    if base is None or not isinstance(base, (int, float)) or base <= 0 or kind == "dynamic":
+        return []  # a dynamic base is that of the longest text so far
     if kind in ("default", "mrope", "linear"):
         factor = float(rope["factor"]) if kind == "linear" else 1.0
         widths = [rotated for rotated in rotated_widths(one, width) if rotated >= 2]

@@ -15,6 +15,7 @@ from regard.health.models.tiny import CHARACTERS, TinyLM, encode
 from regard.health.report import glossary
 from regard.health.report.glossary import link_words
 from regard.health.report.page import payload, report_page
+from regard.health.report.page.causes import is_judged_again
 from regard.health.report.screen import describe_place
 from regard.health.report.summary import find_unusual
 from regard.health.tokens.kinds import KINDS, MIXED
@@ -95,6 +96,12 @@ def test_curves_belong_to_their_statistic(ill):
     assert set(head["curves"]) == {"at", "entropy_ratio", "max_weight", "distance"}
     assert len(head["curves"]["at"]) == len(head["curves"]["distance"])
     assert head["curves"]["distance"] != head["curves"]["max_weight"]
+
+
+def test_a_change_ends_only_what_it_is_judged_by_again():
+    """A what-if measures heads anew: it neither looks at a module's weights nor runs the model's checks."""
+    judged = {name: is_judged_again(getattr(checks, name).RULE.code) for name in ("collapsed", "diffuse", "dead")}
+    assert judged == dict(collapsed=True, diffuse=True, dead=False) and not is_judged_again("RG802")
 
 
 def test_checks_are_drawn_where_there_are_some(ill):

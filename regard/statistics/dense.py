@@ -121,7 +121,7 @@ def of_weights(
         seen = ~(weights <= 0) if shown is None else shown  # a NaN is nothing hidden
     p = torch.where(seen, weights, 0.0)
     row, none = _row_of_weights(p, seen, choice, _positions(p))
-    sick = p.isnan().any(-1, keepdim=True)
+    sick = row.largest.isnan()
     stats = finish_row(row, none, sick, [name for name in NAMES if name not in OF_LOGITS])
     gain = _gain_of_weights(p, choice, seen)
     if gain is not None:
@@ -139,8 +139,9 @@ def _row_of_weights(p: Tensor, seen: Tensor, choice, rows: Tensor) -> tuple[Row,
     top = p.amax(-1, keepdim=True) if p.shape[-1] else p.sum(-1, keepdim=True)
     alive = top > 0
     unit = torch.where(alive, top, 1.0)
-    below = (p / unit).masked_fill(p >= top, 0.0)  # u / u_max, without the maximum
-    ties = (seen & (p >= top)).sum(-1, keepdim=True).to(p.dtype)
+    at_top = p >= top
+    below = torch.where(at_top, 0.0, p / unit)  # u / u_max, without the maximum
+    ties = (seen & at_top).sum(-1, keepdim=True).to(p.dtype)
     first = torch.where(seen, keys, math.inf).amin(-1, keepdim=True) if p.shape[-1] else top
     zero = torch.zeros_like(top)
     row = Row(

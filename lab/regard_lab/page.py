@@ -12,7 +12,7 @@ from regard_lab.mathml import formula_line
 from regard_lab.run import Result
 
 VERDICTS = {"holds": "holds", "holds_if": "holds if …", "wrong": "wrong"}
-COUNTED = {"holds": "holds", "holds_if": "holds under a condition", "wrong": "wrong"}
+COUNTED = {"wrong": "are wrong", "holds_if": "hold under a condition", "holds": "hold"}
 ROLES = {CORE: "the claim", BEYOND: "beyond the condition", OURS: "our derivation"}
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -22,45 +22,57 @@ STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
 
 def page(results: Sequence[Result], seed: int = 0) -> str:
-    """Return the page as HTML; a page of one claim has no overview."""
-    overview = make_overview(results) if len(results) > 1 else ""
+    """Return the page as HTML: the wrong claims first, the others folded; a page of one claim has no overview."""
+    body = make_overview(results) if len(results) > 1 else "".join(map(section, results))
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>regard lab</title><style>{STYLE}</style></head>
-<body>{overview}<main>{"".join(map(section, results))}</main>
+<body><main>{body}</main>
 <footer class="rule">Seed {seed}, regard {regard.__version__}. Intervals are 99.99 %, those of trained models
 95 % over seeds; a check agrees if its whole interval lies in what the claim allows.</footer></body></html>
 """
 
 
 def make_overview(results: Sequence[Result]) -> str:
-    """Return the page's title, the number of claims by verdict, and links to all claims."""
-    counts = "; ".join(f"{text}: {sum(r.verdict == v for r in results)}" for v, text in COUNTED.items())
-    listed = "".join(  # a claim's statement shows where a mouse rests
-        f'<li>{verdict_badge(result.verdict)} <a href="#{result.claim.id}" title="{escape(result.claim.statement)}">'
-        f"{result.claim.id}</a></li>"
-        for result in results
+    """Return the page's title and every claim by verdict: those that are wrong in full, the others to be opened."""
+    groups = {v: [one for one in results if one.verdict == v] for v in COUNTED}
+    links = " · ".join(f'<a href="#{v}">{len(found)} {COUNTED[v]}</a>' for v, found in groups.items() if found)
+    parts = "".join(
+        f'<h2 id="{v}">{len(found)} {COUNTED[v]}</h2>{"".join(map(section if v == "wrong" else fold, found))}'
+        for v, found in groups.items()
+        if found
     )
-    notes = ", ".join(f"{number} <i>{escape(title)}</i>" for number, title in NOTES.items())
-    return f"""<header><h1>The lab: what the notes claim, and what is true</h1>
-<p>{len(results)} claims tested. {counts.capitalize()}.</p>
-<p>The notes are five study notes on softmax and attention, which are not in this package: {notes}.</p>
-</header>
-<nav aria-label="Claims"><ul>{listed}</ul></nav>"""
+    return f"""<header><h1>What five study notes claim about attention, and what is true</h1>
+<p>{len(results)} claims, each measured: {links}. Choose one to see how.</p></header>{parts}"""
+
+
+def fold(result: Result) -> str:
+    """Return one claim as a line that opens."""
+    claim = result.claim
+    return f"""<details class="claim" id="{claim.id}"><summary>{verdict_badge(result.verdict)} {escape(claim.statement)}
+</summary>{_describe(result)}</details>"""
 
 
 def section(result: Result) -> str:
-    """Return one claim as HTML: statement, derivation, verdict, figure, checks."""
+    """Return one claim in full."""
+    claim = result.claim
+    return f"""<section id="{claim.id}"><h3>{escape(claim.statement)} {verdict_badge(result.verdict)}</h3>
+{_describe(result)}</section>"""
+
+
+def _describe(result: Result) -> str:
+    """What is right, and the figure; folded below, the derivation and the checks."""
     claim, finding = result.claim, result.finding
     figure = f"<figure>{finding.figure.img()}</figure>" if finding.figure else ""
     derivation = "".join(map(formula_line, claim.derivation))
     remarks = [("Holds if", result.condition), ("Right", result.right), ("Remark", finding.remark)]
     words = "".join(f'<p class="said"><b>{label}:</b> {escape(text)}</p>' for label, text in remarks if text)
-    return f"""<section id="{claim.id}"><div><h2>{claim.id} {verdict_badge(result.verdict)}</h2>
-<p>{escape(claim.statement)} <span class="note">note {claim.note}</span></p><div class="derivation">{derivation}</div>
-{words}<p class="rule">Rule: {escape(claim.rule)}</p></div>
-{figure}<div class="wide">{checks_table(finding.checks)}</div></section>
+    notes = ", ".join(f"note {number}, <i>{escape(NOTES[number])}</i>" for number in claim.note.split(", "))
+    return f"""<div class="beside"><div>{words}<p class="note">Claimed in {notes}. In the lab: {claim.id}</p>
+<details><summary>Derivation, checks, rule</summary><div class="derivation">{derivation}</div>
+<p class="rule">Rule: {escape(claim.rule)}</p><div class="wide">{checks_table(finding.checks)}</div></details></div>
+{figure}</div>
 """
 
 

@@ -8,6 +8,7 @@ from regard_lab.run import claims
 
 from regard.health.report import files
 
+OPEN = "for (const part of document.querySelectorAll('details')) part.open = true"
 CLAIMS = ("jacobian", "gradient-norm", "scaled-example", "causal-and-padding", "online-softmax")
 
 
@@ -34,6 +35,7 @@ def test_it_is_quiet_and_fits(browser, address, width):
 @pytest.mark.parametrize("width", [1200, 360])
 def test_figures_are_drawn_and_told(browser, address, width):
     browser.open(address, width)
+    browser.run(OPEN)
     figures = browser.run(
         "return [...document.images]"
         ".map(i => [i.complete && i.naturalWidth > 0, i.alt, i.getBoundingClientRect().width])"
@@ -45,6 +47,7 @@ def test_figures_are_drawn_and_told(browser, address, width):
 
 def test_mathematics_is_typeset_by_the_browser(browser, address):
     browser.open(address)
+    browser.run(OPEN)
     lines = "return [...document.querySelectorAll('.formula')].map(p => [...p.querySelectorAll('math')]"
     heights = browser.run(f"{lines}.map(m => m.getBoundingClientRect().height))")
     assert len(heights) >= len(CLAIMS) and min(map(max, heights)) > 8
@@ -73,13 +76,27 @@ def test_no_derivation_runs_out_of_its_column(browser, tmp_path, width):
     assert over == []
 
 
-def test_the_contents_lead_to_the_claims(browser, address):
+def test_wrong_claims_come_first_and_a_link_leads_to_any(browser, address):
     browser.open(address)
-    browser.run("document.querySelector('nav a[href=\"#scaled-example\"]').click()")
-    top = browser.run("return document.getElementById('scaled-example').getBoundingClientRect().top")
+    order = browser.run("return [...document.querySelectorAll('.verdict')].map(e => e.classList[1])")
+    assert order == sorted(order, key=["wrong", "holds_if", "holds"].index) and {*order} == {"wrong", "holds_if"}
+    shown = browser.run("return [...document.images].filter(i => i.checkVisibility()).map(i => i.closest('[id]').id)")
+    assert shown == [name for name in CLAIMS if lab.run(name).verdict == "wrong"]
+    browser.open(f"{address}#jacobian")
+    assert 0 <= browser.run("return document.getElementById('jacobian').getBoundingClientRect().top") < 900
+    browser.run(OPEN)
     text = browser.run("return document.getElementById('scaled-example').innerText")
-    assert top < 900
-    assert "wrong" in text and "0.829" in text and "predicted" in text
+    assert "wrong" in text and "0.829" in text and "predicted" in text and "note 001" in text
+
+
+@pytest.mark.parametrize(("width", "most"), [(1400, 8000), (420, 13000)])
+def test_the_whole_page_is_short(browser, tmp_path, width, most):
+    """Every claim with the words of one that is there: the lengths are near, and no model is trained here."""
+    path = tmp_path / "all.html"
+    wrong, others = ([lab.run(name) for name in names] for names in (("scaled-example", "gradient-norm"), CLAIMS[:1]))
+    path.write_text(page.page([*wrong * 6, *others * 42]), encoding="utf-8")
+    browser.open(path.as_uri(), width)
+    assert 2000 < browser.run("return document.documentElement.scrollHeight") < most
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -64,7 +64,7 @@ def test_a_leak_without_attention_is_found_by_check_and_by_examine():
     assert gaps.startswith("not checked: ") and "no attention call was captured" in gaps and "1 failure" in summary
     report = examine(Model(mean=True), ids(), causal=True)
     assert [one.code for one in report.findings if one.severity == "critical"] == ["RG101"] and report.heads == []
-    assert "The whole model: sees the future." in report.summary()
+    assert report.summary()[0] == "Sees the future, the whole model."
     assert report.diagnosis[0].code == "RG101" and "RG101" in str(report.to_json()["diagnosis"])
     with pytest.raises(ContractError, match="RG101"):
         report.raise_on("critical")

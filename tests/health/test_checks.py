@@ -16,7 +16,7 @@ from regard.health.models.inputs import sample_text
 from regard.health.models.tiny import TinyLM, batches, checkpoint, encode
 from regard.health.probe import task
 from regard.health.probe.task import LossChange, frequency_losses, interval
-from regard.health.report.summary import summarize
+from regard.health.report.summary import describe_loss
 
 WIDTH, HEADS, LENGTH, WORDS = 32, 4, 24, 40
 
@@ -232,9 +232,9 @@ def test_the_loss_stands_beside_the_texts_frequencies(trained):
     joined = torch.cat(text)
     own = F.cross_entropy(model(joined[:, :-1]).flatten(0, 1), joined[:, 1:].flatten()).item()
     assert report.loss.mean == pytest.approx(own, abs=0.05)
-    assert report.summary()[0].startswith("The model predicts this text better than its")
-    few = examine(model, [text[0][:1, :60]], ablate=False).summary()[0]
-    assert few.startswith("59 tokens are too few to judge the loss")
+    assert report.summary()[1].startswith("Loss ") and "guessing by the token before: " in report.summary()[1]
+    few = examine(model, [text[0][:1, :60]], ablate=False).summary()[1]
+    assert few.endswith("; 59 tokens are too few to judge it.")
     effect = report.what_if["temperature=30"].loss
     assert effect.word == "makes it worse now; may help training" and effect.low > 0.0
 
@@ -242,24 +242,21 @@ def test_the_loss_stands_beside_the_texts_frequencies(trained):
 def test_a_model_that_loses_to_frequencies_is_untrained_or_broken(trained):
     torch.manual_seed(0)
     fresh = examine(TinyLM(layers=2, heads=2, width=32), trained[1], ablate=False)
-    assert fresh.summary()[0].startswith("Untrained or broken")
-    assert not any("No problem found" in line for line in fresh.summary())
+    assert fresh.summary()[0].endswith(" Noted: untrained or broken.")
     model, text = trained
     shifted = [(batch + 1) % 90 for batch in text]
     broken = {one.kind: one for one in examine(model, shifted, ablate=False).findings}
     assert broken["untrained or broken"].severity == "critical"
 
 
-def test_a_loss_is_compared_with_unigrams_and_bigrams_in_words():
-    def words(mean, unigram, bigram):
-        reading = task.LossReading("next token", mean, mean, mean, 8, tokens=500, unigram=unigram, bigram=bigram)
-        report = SimpleNamespace(loss=reading, findings=[], heads=[], unmeasured=[], interrupted=None, mixers=None)
-        return summarize(report)[0]
+def test_a_loss_stands_beside_the_guess_to_beat_next():
+    def guess(mean, unigram, bigram, uniform=9.0):
+        reading = task.LossReading("next token", mean, mean, mean, 8, 500, unigram, bigram, uniform)
+        return describe_loss(SimpleNamespace(loss=reading)).partition("guessing by ")[2]
 
-    assert "better than its unigrams and its bigrams (loss 2 " in words(2.0, 3.0, 2.5)
-    assert "better than its unigrams and worse than its bigrams" in words(2.6, 3.0, 2.5)
-    assert "better than its bigrams and worse than its unigrams" in words(3.2, 3.0, 3.5)
-    assert "no better than its unigrams" in words(3.2, 3.0, 2.5)
+    assert guess(2.0, 3.0, 2.5) == guess(2.6, 3.0, 2.5) == "the token before: 2.5"
+    assert guess(3.2, 3.0, 3.5) == guess(3.2, 3.0, 2.5) == "frequency: 3"
+    assert guess(3.2, 3.0, 2.5, uniform=2.9) == "an even chance: 2.9"
 
 
 def test_repairs_name_the_scale_and_heads_in_another_order(trained):

@@ -25,7 +25,14 @@ from regard.health import checks
 from regard.health.checks.finding import MODEL, Finding
 from regard.health.contract.diagnosis import Cause
 from regard.health.report.report import Report
-from regard.health.report.summary import count_noun, describe_mixers, describe_no_findings, find_unusual
+from regard.health.report.summary import (
+    count_causes,
+    count_noun,
+    describe_loss,
+    describe_mixers,
+    describe_no_findings,
+    find_unusual,
+)
 from regard.health.report.writer import Writer, fold_numbers
 from regard.table import format_number
 
@@ -122,34 +129,6 @@ def _verdict(report: Report) -> Line:
         return f"– NOTHING MEASURED: {text}", COLOURS["warning"]
     found = text.removeprefix("No problem found ")
     return f"✓ NO PROBLEM FOUND {found}" if found != text else f"– {text}", COLOURS["sound"]
-
-
-def count_causes(report: Report) -> str:
-    """`scale off since layer 0`, `3 causes, the gravest: dead since layer 8`, empty if there is none but notes."""
-    grave = [cause for cause in report.diagnosis if cause.severity != "note"]
-    if not grave:
-        return ""
-    layers = [index for index, _ in grave[0].finding.places] if grave[0].scope != MODEL else []
-    first = f"{grave[0].kind}{f' since layer {min(layers)}' if layers else ', the whole model'}"
-    return first if len(grave) == 1 else f"{len(grave)} causes, the gravest: {first}"
-
-
-def describe_loss(report: Report) -> str:
-    """`loss 6.06 ± 0.04 (next token, 16 sequences); guessing by frequency: 5.73`, empty if there is none.
-
-    The guess is the one to beat next: frequencies first, then the token before.
-    """
-    loss = report.loss
-    if loss is None:
-        return ""
-    half, size = (loss.high - loss.low) / 2, math.log10(max(abs(loss.mean), 1e-9))
-    spread = f" ± {round(half, 2 - math.floor(size)) or half:.2g}" if math.isfinite(half) else ""
-    text = f"loss {loss.mean:.3g}{spread} ({loss.kind}, {count_noun(loss.sequences, 'sequence')})"
-    if loss.unigram is None or loss.bigram is None:
-        return text
-    if loss.mean >= loss.unigram:
-        return f"{text}; guessing by frequency: {loss.unigram:.3g}"
-    return f"{text}; guessing by the token before: {loss.bigram:.3g}"
 
 
 def _describe_cause(writer: Writer, report: Report, number: int, cause: Cause, detail: Detail) -> Iterator[Line]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -13,7 +14,6 @@ from regard.health.checks.predictions import LEAST_TOKENS
 from regard.table import format_number
 
 if TYPE_CHECKING:
-    from regard.health.contract.run import LossReading
     from regard.health.measure.heads import HeadReading
     from regard.health.report.report import Report
 
@@ -26,11 +26,9 @@ LEAST_HEADS = 4  # to compare
 
 def summarize(report: Report) -> list[str]:
     """The report in a few sentences."""
-    lines = [*describe_mixers(report), *_describe_predictions(report), describe_extent(report)]
-    if report.findings:
-        lines.append(_describe_findings(report))
-    elif report.heads:
-        lines.append(describe_no_findings(report))
+    causes, loss = count_causes(report), describe_loss(report)
+    lines = [f"{causes[:1].upper()}{causes[1:]}." if causes else describe_no_findings(report)]
+    lines += [*([f"{loss[:1].upper()}{loss[1:]}."] if loss else []), *describe_mixers(report), describe_extent(report)]
     if report.unmeasured:
         lines.append(f"{count_noun(len(report.unmeasured), 'layer')} could not be measured; the reasons are listed.")
     if report.interrupted:
@@ -56,47 +54,35 @@ def describe_mixers(report: Report) -> list[str]:
     return [f"{line}." if len(read) == len(others) else f"{line}, {len(others) - len(read)} not at all."]
 
 
-def _describe_predictions(report: Report) -> list[str]:
-    """Whether the model works at all, before anything about its heads; nothing if its loss is not known."""
+def count_causes(report: Report) -> str:
+    """`scale off since layer 0`, `3 causes, the gravest: dead since layer 8`, empty if there is none but notes."""
+    grave = [cause for cause in report.diagnosis if cause.severity != "note"]
+    if not grave:
+        return ""
+    layers = [index for index, _ in grave[0].finding.places] if grave[0].scope != MODEL else []
+    first = f"{grave[0].kind}{f' since layer {min(layers)}' if layers else ', the whole model'}"
+    return first if len(grave) == 1 else f"{len(grave)} causes, the gravest: {first}"
+
+
+def describe_loss(report: Report) -> str:
+    """`loss 6.06 ± 0.04 (next token, 16 sequences); guessing by frequency: 5.73`, empty if there is none.
+
+    The guess is the one to beat next: frequencies first, then the token before; or an even one, if that is better.
+    """
     loss = report.loss
     if loss is None:
-        return []
+        return ""
+    half, size = (loss.high - loss.low) / 2, math.log10(max(abs(loss.mean), 1e-9))
+    spread = f" ± {round(half, 2 - math.floor(size)) or half:.2g}" if math.isfinite(half) else ""
+    text = f"loss {loss.mean:.3g}{spread} ({loss.kind}, {count_noun(loss.sequences, 'sequence')})"
     if loss.unigram is None or loss.bigram is None:
-        return [f"Loss {loss.mean:.3g} ({loss.kind})."]
-    numbers = f"loss {loss.mean:.3g} nats per token; the text's unigrams reach {loss.unigram:.3g}"
-    numbers += f", its bigrams {loss.bigram:.3g}"
-    kinds = {finding.kind for finding in report.findings}
-    if "untrained or broken" in kinds:
-        return [f"Untrained or broken: the model predicts this text worse than the text's own frequencies ({numbers})."]
-    if "sees the future" in kinds:
-        return [f"The loss says little, because the model sees the tokens that it predicts ({numbers})."]
+        return text
     if loss.tokens and loss.tokens < LEAST_TOKENS:
-        return [f"{loss.tokens} tokens are too few to judge the loss ({numbers})."]
-    return [f"The model predicts this text {_compare(loss)} ({numbers})."]
-
-
-def _compare(loss: LossReading) -> str:
-    """The loss in words beside the text's unigrams and bigrams; a short text's bigrams may be worse than its unigrams.
-
-    >>> from regard.health.contract.run import LossReading
-    >>> from regard.health.report.summary import _compare
-    >>> _compare(LossReading("next token", 2.6, 2.5, 2.7, 4, unigram=3.0, bigram=2.5))
-    'better than its unigrams and worse than its bigrams'
-    >>> _compare(LossReading("next token", 6.2, 6.1, 6.3, 4, unigram=6.4, bigram=6.3, uniform=6.1))
-    'no better than a uniform guess, 6.1'
-    """
-    assert loss.unigram is not None and loss.bigram is not None
-    if loss.uniform is not None and loss.mean >= loss.uniform:  # few tokens of a large vocabulary say little of it
-        return f"no better than a uniform guess, {loss.uniform:.3g}"
-    if loss.uniform is not None and min(loss.unigram, loss.bigram) >= loss.uniform:
-        return "better than a uniform guess; its own frequencies say nothing, because the text is too short"
-    better = [name for name in ("unigram", "bigram") if loss.mean < getattr(loss, name)]
-    if len(better) == 2:
-        return "better than its unigrams and its bigrams"
-    if not better:
-        return "no better than its unigrams"
-    worse = "unigrams" if better == ["bigram"] else "bigrams"
-    return f"better than its {better[0]}s and worse than its {worse}"
+        return f"{text}; {loss.tokens} tokens are too few to judge it"
+    by, guess = ("frequency", loss.unigram) if loss.mean >= loss.unigram else ("the token before", loss.bigram)
+    if loss.uniform is not None and loss.uniform < guess:
+        by, guess = "an even chance", loss.uniform
+    return f"{text}; guessing by {by}: {guess:.3g}"
 
 
 def describe_extent(report: Report) -> str:
@@ -110,24 +96,6 @@ def describe_extent(report: Report) -> str:
     return f"{extent}, measured on {least}{count_noun(max(rows), 'row')} each."
 
 
-def _describe_findings(report: Report) -> str:
-    flagged = {place for finding in report.findings if finding.scope != MODEL for place in finding.places}
-    layers = sorted({head.index for head in report.heads})
-    affected = sorted({index for index, _ in flagged})
-    listed = [str(layer) for layer in affected[:LISTED]] + ["…"] * (len(affected) > LISTED)
-    where = "" if len(layers) == 1 or not affected else " in every layer" if affected == layers else " in layers "
-    where += _join(listed) if where == " in layers " else ""
-    where = where.replace("layers", "layer") if len(affected) == 1 else where
-    measured = {(head.index, head.head) for head in report.heads}
-    total = f"{len(flagged)} of {count_noun(len(measured), 'head')}"
-    heads = total if flagged <= measured else count_noun(len(flagged), "head")
-    verb = "has" if len(flagged) == 1 else "have"
-    whole = [finding.kind for finding in report.findings if finding.scope == MODEL]
-    kinds = count_kinds((one.kind, len(one.heads)) for one in report.findings if one.scope != MODEL)
-    said = [f"The whole model: {_join(list(dict.fromkeys(whole)))}."] if whole else []
-    return " ".join([*said, *([f"{heads} {verb} findings{where}: {_join(kinds)}."] if kinds else [])])
-
-
 def describe_no_findings(report: Report) -> str:
     """What the absence of findings means: the checks found nothing, which does not prove the model healthy."""
     if not report.heads:
@@ -139,7 +107,9 @@ def describe_no_findings(report: Report) -> str:
     rest = f" {count_noun(few, 'head')} had too few rows or keys to be judged." if few else ""
     done = [] if report.checks is None else report.checks.done
     looked_for = report.how.get("looked_for", checks.kinds(runs=False))
-    return f"No problem found in these {len(looked_for) + len(done)} checks{part}.{rest}"
+    noted = list(dict.fromkeys(one.kind for one in report.findings if one.scope == MODEL))
+    also = f" Noted: {_join(noted)}." if noted else ""
+    return f"No problem found in these {len(looked_for) + len(done)} checks{part}.{rest}{also}"
 
 
 def count_kinds(found: Iterable[tuple[str, int]]) -> list[str]:

@@ -17,12 +17,14 @@ from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
 from regard.health.report.page.problems import checks_of, make_problems
 from regard.health.report.report import Report
-from regard.health.report.screen import UNSURE, count_causes, describe_loss
+from regard.health.report.screen import UNSURE
 from regard.health.report.summary import (
     ROOT,
+    count_causes,
     count_kinds,
     count_noun,
     describe_extent,
+    describe_loss,
     describe_mixers,
     describe_no_findings,
 )

@@ -60,10 +60,9 @@ class Pairing:
         return next((at for at, name in enumerate(self.blocks[0]) if is_within(key.module, name)), None)
 
     def counterpart(self, key: Key) -> Key:
-        """B's place for A's; a call's mask and scores are where its output is."""
-        if key in self.places or key.part not in CALL_PARTS:
-            return self.places.get(key, key)
-        return self.places[key._replace(part="attention")]._replace(part=key.part)
+        """B's place for A's, the same where B has none; a call's mask and scores are where its output is."""
+        at = key if key in self.places or key.part not in CALL_PARTS else key._replace(part="attention")
+        return self.places.get(at, at)._replace(part=key.part)
 
     def mirrored(self) -> Pairing:
         """The same from B's side."""

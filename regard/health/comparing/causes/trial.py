@@ -62,6 +62,8 @@ class Trial:
             candidate = candidate()
         if self.is_lost or candidate is None or candidate.numel() != self.b.numel():
             return False
+        if self.before <= self.tolerance:
+            return False  # nothing differs here
         left = change(self.b, candidate.reshape(self.b.shape), self.part, self.real)
         if not left <= self.tolerance or not left * CLEARLY <= self.before:
             return False

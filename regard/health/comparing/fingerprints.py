@@ -17,6 +17,7 @@ from regard.health.comparing.difference import change
 from regard.health.comparing.fingerprint import Fingerprint, is_given
 from regard.health.comparing.result import LayerDifference, ModelComparison
 
+APART = "each model run by itself"
 PLACES = {"input": "the input", "output": "the output", "scores": "the scores", "mask": "the mask"}
 PLACES |= {"q": "queries", "k": "keys", "v": "values", "attention": "attention's output"}
 
@@ -48,7 +49,7 @@ def compare_fingerprints(a: Fingerprint, b: Fingerprint, tolerance: float | None
     place = _first(a, wrong, changes)
     if place is None:
         said = "Both compute the same on the tokens that are kept, within rounding."
-        return ModelComparison(True, None, said, True, "", layers, output, rounding, notes=notes)
+        return ModelComparison(True, None, said, True, "", layers, output, rounding, notes=notes, given=APART)
     at, part = split(place)
     sentence, tried = explain(a, b, place, changes, wrong)
     inner = _next_inner(a, place, wrong) if sentence is None and part.startswith("at.") else None
@@ -60,7 +61,7 @@ def compare_fingerprints(a: Fingerprint, b: Fingerprint, tolerance: float | None
     cause = sentence or f"It differs by {changes[place]:.2g} of its size. Tried: {', '.join(tried) or 'nothing'}."
     parts = [] if first is None else [one for one in first.differs if one != "block"] or list(first.differs)
     return ModelComparison(
-        False, first, cause, sentence is not None, where, layers, output, rounding, parts, tried, notes
+        False, first, cause, sentence is not None, where, layers, output, rounding, parts, tried, notes, APART
     )
 
 

@@ -66,6 +66,7 @@ class ModelComparison:
         output: the relative difference of the models' outputs.
         rounding: how far rounding alone may bring the outputs apart.
         notes: what else is to be known.
+        given: what the layers of the table were given.
     """
 
     same: bool
@@ -79,6 +80,7 @@ class ModelComparison:
     parts: list[str] = field(default_factory=list)
     tried: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    given: str = "each layer given the same input"
 
     @property
     def meaning(self) -> str:
@@ -120,7 +122,7 @@ class ModelComparison:
             writer.line(line)
         if self.layers:
             writer.line()
-            title = "relative differences, each layer given the same input; of several layers the largest"
+            title = f"relative differences, {self.given}; of several layers the largest"
             Table(["layers", "name of the first", *PARTS], self._rows(), title).show(writer.file)
 
     def _rows(self) -> list[list[str]]:

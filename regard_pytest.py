@@ -135,11 +135,11 @@ class GoldenItem(pytest.Item):
 
         def compare() -> Any:
             subject = self.parent.load()
-            return regard.compare(subject.predictor or subject.model, regard.Fingerprint.load(self.golden))
+            return regard.compare(regard.Fingerprint.load(self.golden), subject.predictor or subject.model)
 
         found = self.parent.attempt(compare)
         if not found.same:
-            pytest.fail(str(found), pytrace=False)
+            pytest.fail(f"A is {self.golden}, B the model: {found}", pytrace=False)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
         return self.config.rootpath, None, f"{self.parent.target}: {self.name}"

@@ -149,6 +149,7 @@ class Evil:
         (dict(tensors={"layers.0.output": "evil.pt"}), "without running code"),
         (dict(tensors={"layers.0.output": "../x.npy"}), "leaves the folder"),
         (dict(tensors={"layers.0.output": "none.npy"}), "there is no file"),
+        (dict(tensors={"layers.99999999.output": "good.npy"}), "beyond 4,096"),
         (dict(tensors={"layers.0.output": 3}), "must map places to files"),
         (dict(tensors={"layers.0.output": "nan.npy"}), "not finite"),
         (dict(tensors={"layers.0.output": "good.npy"}, dtype="int3"), "dtype 'int3' is unknown"),

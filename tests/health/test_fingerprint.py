@@ -12,7 +12,6 @@ import torch
 
 import regard
 from regard.cli import main
-from regard.health.comparing.sides import hold_to
 from regard.health.comparing.sketch import sketch
 from regard.health.comparing.tensor_file import read_tensors, write_tensors
 from regard.health.models.tiny import TinyLM
@@ -84,7 +83,7 @@ def _head(model):
 def test_what_differs_is_found(model, ids, taken, change, index, words):
     other = copy.deepcopy(model)
     change(other)
-    found = hold_to(other, taken)
+    found = regard.compare(taken, other)
     assert not found.same and (found.first is None) == (index is None)
     assert index is None or found.first.index == index
     assert words in found.line, found.line
@@ -96,18 +95,18 @@ def test_heads_in_another_order_that_the_output_projection_knows(model, ids, tak
     rows = torch.arange(96).reshape(3, 4, 8)[:, [2, 0, 3, 1]].flatten()
     attention.qkv.weight.data = attention.qkv.weight.data[rows]
     attention.out.weight.data = attention.out.weight.data[:, rows[:32]]
-    assert hold_to(other, taken).same
+    assert regard.compare(taken, other).same
 
 
 def test_rounding_is_no_difference(model, ids, taken):
-    found = hold_to(copy.deepcopy(model).bfloat16(), taken)
+    found = regard.compare(taken, copy.deepcopy(model).bfloat16())
     assert found.same and "dtype: float32 in A, bfloat16 in B." in found.notes
 
 
 def test_dropout_that_is_left_on(model, ids, taken):
     other = copy.deepcopy(model)
     other.blocks[1].mlp[1].forward = lambda x: torch.nn.functional.dropout(torch.nn.functional.gelu(x), 0.1)
-    assert "dropout" in hold_to(other, taken).cause
+    assert "dropout" in regard.compare(taken, other).cause
 
 
 def test_other_tokens_and_other_depths(model, ids, taken):
@@ -163,6 +162,23 @@ def test_files_that_are_none_are_refused_in_a_line(content, words, tmp_path, cap
     assert "\n" not in str(error.value)
     assert main(["compare", str(path), str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda facts: facts["layers"][0].update(bias=[]), "bias in layer 0 is no truth value"),
+        (lambda facts: facts["layers"][0].update(scale=10**400), "scale in layer 0 is no number"),
+        (lambda facts: facts["layers"][0]["sample"].update(rows=[{}]), "rows in sample of layer 0"),
+        (lambda facts: facts["tokens"][0].update(rows=[[-1, 0]]), "no list of pairs of places"),
+        (lambda facts: facts.update(config=3), "config in its facts is no object"),
+    ],
+)
+def test_facts_that_are_not_of_the_schema_are_refused(change, words, taken, tmp_path):
+    facts = copy.deepcopy(taken.facts)
+    change(facts)
+    with pytest.raises(ValueError, match=words):
+        regard.Fingerprint.load(regard.Fingerprint(facts, taken.tensors).save(tmp_path / "bad.regard"))
 
 
 def test_truncated_files_and_values_that_are_not_finite(taken, tmp_path):

@@ -22,11 +22,12 @@ import numpy as np
 import torch
 
 from regard.health.comparing.causes.rotary import recover
-from regard.health.comparing.fingerprint import Fingerprint
+from regard.health.comparing.fingerprint import Fingerprint, check
 from regard.health.comparing.sketch import HEAD, HIDDEN, choose_tokens, sketch
 from regard.health.comparing.tensor_file import parse_json, read_tensors
 
 MAPPING = "regard.json"
+MOST_LAYERS = 4096
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer|block)\.(\d+)(?:\.(.+))?$")
 HEADS = ("q", "k", "v", "attention")
 WHOLE = ("input", "output")
@@ -52,7 +53,7 @@ def read_dump(folder: str | Path) -> Fingerprint:
         )
     try:
         return _as_fingerprint(found, facts)
-    except (KeyError, TypeError, IndexError) as error:
+    except (ArithmeticError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"{str(folder)!r} cannot be read as a dump: {type(error).__name__} {error}") from None
 
 
@@ -197,6 +198,8 @@ def _as_fingerprint(found: Tensors, given: dict[str, Any]) -> Fingerprint:
             whole[place] = y
             match = LAYER.search(place)
             count = max(count, int(match[1]) + 1 if match else 0)
+            if count > MOST_LAYERS:
+                raise ValueError(f"{place[:60]!r} is of a layer beyond {MOST_LAYERS:,}")
             kept = _sketch(place, y, rows, (batch, length), heads)
             if kept is not None:
                 tensors[place] = kept
@@ -210,6 +213,7 @@ def _as_fingerprint(found: Tensors, given: dict[str, Any]) -> Fingerprint:
         model=str(given.get("model", "dump")), dtype=dtype, rounding=UNITS[dtype], versions={}, config={},
         kernel="dump", tokens=[dict(rows=[list(row) for row in rows])], layers=layers, budgets={},
     )  # fmt: skip
+    check(facts, tensors)
     return Fingerprint(facts, tensors)
 
 

@@ -18,7 +18,7 @@ from regard.health.comparing.causes.modules import explain_module
 from regard.health.comparing.causes.queries import explain_inputs, explain_turned
 from regard.health.comparing.causes.trial import EXACT, Trial, exchange_letters, is_vague
 from regard.health.comparing.difference import change
-from regard.health.comparing.record import Key, Mode, Run
+from regard.health.comparing.record import Key, Mode, Run, read_field
 from regard.health.measure.batches import is_function
 from regard.health.models.loading import describe_error
 from regard.health.tokens.text import as_batch
@@ -55,7 +55,7 @@ class Case:
             config = getattr(model, "config", None)
             config = getattr(config, "text_config", None) or config
             for field in NUMBERS:
-                value = getattr(config, field, None)
+                value = read_field(config, field)
                 if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
                     found |= {f"{field} of {name}": float(value), f"1/{field} of {name}": 1.0 / value}
                     found |= {f"√{field} of {name}": value**0.5, f"1/√{field} of {name}": value**-0.5}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,7 @@ from regard.health.comparing.tensor_file import parse_json, read_tensors, write_
 
 FORMAT = "regard-fingerprint/1"
 LARGEST = 2**20  # bytes of a file
-FACTS: dict[str, Any] = dict(model=str, dtype=str, rounding=float, tokens=list, layers=list, budgets=dict)
-LAYER: dict[str, Any] = dict(name=str, kind=str)
+LARGEST_NUMBER = 1e300  # of a fact
 WORDS = {"ids": "input_ids", "mask": "attention_mask", "decoder": "decoder_input_ids"}  # of a batch, by tensor
 
 
@@ -91,7 +91,7 @@ class Fingerprint:
             raise ValueError(f"{shown} is {what}; this version reads {FORMAT!r}")
         try:
             facts = parse_json(metadata.get("fingerprint", ""))
-            _check(facts, tensors)
+            check(facts, tensors)
         except ValueError as error:
             raise ValueError(f"{shown} is no fingerprint: {error}") from None
         return cls(facts, tensors)
@@ -103,33 +103,74 @@ class Fingerprint:
         )
 
 
-def _check(facts: Any, tensors: dict[str, np.ndarray]) -> None:
+def check(facts: Any, tensors: dict[str, np.ndarray]) -> None:
     """Raises ValueError for facts that are not of the schema, and for tensors that are not finite."""
-    if not isinstance(facts, dict):
-        raise ValueError("its facts are no JSON object")
-    for name, kind in FACTS.items():
-        value = facts.get(name)
-        if not isinstance(value, kind) and not (kind is float and isinstance(value, int)):
-            raise ValueError(f"its facts lack {name!r}, or it is no {kind.__name__}")
+    _check_object("its facts", facts, FACTS, REQUIRED)
     for at, layer in enumerate(facts["layers"]):
-        if not isinstance(layer, dict) or not all(isinstance(layer.get(name), kind) for name, kind in LAYER.items()):
-            raise ValueError(f"layer {at} has no name and kind")
-        for name in ("scale", "softcap", "heads", "groups", "width"):
-            if not isinstance(layer.get(name), (int, float, type(None))) or isinstance(layer.get(name), bool):
-                raise ValueError(f"{name} of layer {at} is no number")
-        rotary = layer.get("rotary", {})
-        if not isinstance(rotary, dict) or not all(isinstance(one, dict) for one in rotary.values()):
-            raise ValueError(f"rotary of layer {at} is no object")
-        if not all(isinstance(layer.get(name, ""), str) for name in ("mask", "normalizer", "type")):
-            raise ValueError(f"mask, normalizer or type of layer {at} is no text")
+        _check_object(f"layer {at}", layer, LAYER, ("name", "kind"))
+        for part, one in layer.get("rotary", {}).items():
+            _check_object(f"rotary.{part[:8]} of layer {at}", one, ROTARY, tuple(ROTARY))
+        _check_object(f"sample of layer {at}", layer.get("sample", {}), SAMPLE)
     for name, budget in facts["budgets"].items():
-        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or budget < 0:
+        if not _is_number(budget) or budget < 0:
             raise ValueError(f"the budget of {name[:60]!r} is no number")
     for entry in facts["tokens"]:
-        if not isinstance(entry, dict) or not isinstance(entry.get("rows"), list):
-            raise ValueError("its tokens are no list of batches")
+        _check_object("an entry of its tokens", entry, TOKENS, ("rows",))
     for name, x in tensors.items():
         if x.dtype.kind not in "fi":
             raise ValueError(f"tensor {name[:60]!r} holds no numbers")
         if x.dtype.kind == "f" and not np.isfinite(x).all():
             raise ValueError(f"tensor {name[:60]!r} holds values that are not finite")
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < LARGEST_NUMBER
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**31
+
+
+def _is_list(of: Callable[[Any], bool], count: int | None = None) -> Callable[[Any], bool]:
+    """A test for lists whose entries, `count` if it is given, all pass another."""
+    return lambda x: isinstance(x, list) and (count is None or len(x) == count) and all(map(of, x))
+
+
+def _is_text(x: Any) -> bool:
+    return isinstance(x, str)
+
+
+def _is_object(x: Any) -> bool:
+    return isinstance(x, dict)
+
+
+NUMBER, TEXT, FLAG = (_is_number, "number"), (_is_text, "text"), (lambda x: isinstance(x, bool), "truth value")
+OPTIONAL = (lambda x: x is None or _is_number(x), "number")
+OBJECT = (_is_object, "object")
+FACTS = dict(
+    model=TEXT, dtype=TEXT, rounding=NUMBER, tokens=(_is_list(_is_object), "list of objects"), random=TEXT,
+    layers=(_is_list(_is_object), "list of objects"), budgets=OBJECT, config=OBJECT, versions=OBJECT, kernel=TEXT,
+)  # fmt: skip
+REQUIRED = ("model", "dtype", "rounding", "tokens", "layers", "budgets")
+LAYER = dict(
+    name=TEXT, kind=TEXT, mask=TEXT, normalizer=TEXT, type=TEXT, obstacle=TEXT, scale=OPTIONAL, softcap=OPTIONAL,
+    heads=OPTIONAL, groups=OPTIONAL, width=OPTIONAL, sink=FLAG, bias=FLAG, temperature=FLAG,
+    rotary=(lambda x: _is_object(x) and all(map(_is_object, x.values())), "object of objects"), sample=OBJECT,
+    modules=(_is_list(_is_text), "list of names"),
+)  # fmt: skip
+ROTARY = dict(
+    pairing=TEXT, width=(_is_place, "width"), base=OPTIONAL, offset=NUMBER, factor=NUMBER,
+    frequencies=(_is_list(_is_number), "list of numbers"),
+)  # fmt: skip
+SAMPLE = dict(rows=(_is_list(_is_place), "list of places"), heads=(_is_list(_is_place), "list of places"))
+TOKENS = dict(rows=(_is_list(_is_list(_is_place, 2)), "list of pairs of places"), inputs=TEXT, form=TEXT)
+
+
+def _check_object(what: str, x: Any, fields: dict[str, tuple], required: Sequence[str] = ()) -> None:
+    if not isinstance(x, dict):
+        raise ValueError(f"{what} is no JSON object")
+    for name, (is_right, kind) in fields.items():
+        if name not in x and name in required:
+            raise ValueError(f"{what} lacks {name!r}" if not what.endswith("s") else f"{what} lack {name!r}")
+        if name in x and not is_right(x[name]):
+            raise ValueError(f"{name} in {what} is no {kind}")

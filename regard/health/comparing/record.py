@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -206,12 +207,35 @@ def record(
             run.result = batch(model)
         else:
             given = batch if isinstance(batch, TokenBatch) else as_batch(batch, device, model)
+            given = given.map(partial(_as_precise, dtype=find_dtype(model)))
             run.real = find_real(given)
             run.result = model(*given.args, **given.named)
         if ("out", "", 0) not in run.points:
             for number, x in enumerate(_tensors_of(run.result)[:1]):
                 run.points[Key("out", "", number)] = x.detach().clone().cpu()
     return run
+
+
+def find_dtype(model: nn.Module) -> torch.dtype:
+    """The most frequent dtype of a model's weights."""
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return max(set(dtypes), key=dtypes.count) if dtypes else torch.float32
+
+
+def _as_precise(x: Any, dtype: torch.dtype) -> Any:
+    """Images and sounds in the 16 bits that a model computes with, so that one batch serves models of two dtypes."""
+    if dtype.itemsize != 2 or not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    most = torch.finfo(dtype).max  # beyond which the numbers of a mask would become −∞
+    return torch.where(x.isinf(), x, x.clamp(-most, most)).to(dtype)
+
+
+def read_field(config: Any, name: str) -> Any:
+    """A field of a configuration; None without it, or where it has another value in each layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers raises its own kind for fields of layers
+        return None
 
 
 def find_real(given: TokenBatch) -> Tensor | None:

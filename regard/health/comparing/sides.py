@@ -63,17 +63,3 @@ def read_side(one: Any) -> Fingerprint:
 
         return read_dump(one)
     return Fingerprint.load(one)
-
-
-def hold_to(
-    model: nn.Module, golden: str | os.PathLike | Fingerprint, tolerance: float | None = None
-) -> ModelComparison:
-    """Compare a model with a fingerprint that was taken before, on the tokens that it keeps: A is the fingerprint.
-
-    >>> from regard.health.comparing.sides import hold_to
-    >>> from regard.health.models.tiny import TinyLM
-    >>> model = TinyLM(layers=1, heads=2, width=16)
-    >>> hold_to(model, regard.fingerprint(model, [torch.arange(8)[None]])).same
-    True
-    """
-    return compare_sides(read_side(golden), model, None, tolerance)

@@ -18,7 +18,7 @@ from regard.health.comparing.causes.masks import describe_mask
 from regard.health.comparing.causes.queries import recover_call
 from regard.health.comparing.difference import SAFETY, beyond, change, changes_of, rounding_of
 from regard.health.comparing.fingerprint import WORDS, Fingerprint, is_given
-from regard.health.comparing.record import Key, Run, record
+from regard.health.comparing.record import Key, Run, find_dtype, read_field, record
 from regard.health.comparing.sketches import list_modules, make_plan, make_sketches, sample_attention
 from regard.health.measure.batches import as_batches, is_function
 from regard.health.tokens.text import find_ids
@@ -92,9 +92,10 @@ def _take_batch(model: nn.Module, batch: Any, number: int) -> tuple[dict[str, An
     }  # fmt: skip
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
-    known = {name: _plain(getattr(config, name, None)) for name in CONFIG}
+    known = {name: _plain(read_field(config, name)) for name in CONFIG}
     facts: dict[str, Any] = dict(
-        model=type(model).__name__, dtype=_dtype_of(model), rounding=size, versions=_versions(),
+        model=type(model).__name__, dtype=str(find_dtype(model)).removeprefix("torch."), rounding=size,
+        versions=_versions(),
         kernel=getattr(config, "_attn_implementation", None) or next((x.kind for x in run.calls.values()), "none"),
         config={name: value for name, value in known.items() if value is not None},
         tokens=[dict(rows=[list(row) for row in plan.rows], inputs=_digest(batch), form=_form_of(batch))],
@@ -187,11 +188,6 @@ def _digest(batch: Any) -> str:
             wide = x.detach().cpu().to(torch.int64 if not x.is_floating_point() else torch.float32)
             known.update(str(tuple(x.shape)).encode() + wide.contiguous().numpy().tobytes())
     return known.hexdigest()[:16]
-
-
-def _dtype_of(model: nn.Module) -> str:
-    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    return str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.") if dtypes else "float32"
 
 
 def _versions() -> dict[str, str]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import regard
+from regard.parallel.group import record_sent
 
 
 def run_rank(rank, args, store):
@@ -25,11 +26,11 @@ def run_rank(rank, args, store):
     options = dict(is_causal=True, normalizer=args.normalizer, return_stats=("entropy",))
 
     mine = [regard.parallel.shard(x).requires_grad_() for x in (q, k, v)]  # this rank's positions
-    with regard.parallel.traffic.counted() as sent:
+    with record_sent() as sent:
         out, stats = regard.parallel.attention(*mine, **options)
         out.square().sum().backward()
     report = f"rank {rank}: {out.shape[-2]} of {args.length} positions, mean entropy {stats.entropy.mean().item():.3f}"
-    print(f"{report}, {sent.bytes / 1024:.0f} KiB sent", flush=True)
+    print(f"{report}, {sum(size for _, size in sent) / 1024:.0f} KiB sent", flush=True)
 
     whole = regard.parallel.unshard(out.detach())
     gradient = regard.parallel.unshard(mine[1].grad)

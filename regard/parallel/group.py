@@ -1,7 +1,7 @@
 """`RankGroup`: the ranks that share a sequence, and every message between them.
 
 All waiting for other ranks happens here. torch's own errors and timeouts end a wait; they are raised as a `RankError`
-that names the step, and the rank where torch tells it. What is sent is counted (`traffic`).
+that names the step, and the rank where torch tells it. `record_sent` lists what is sent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,36 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from regard.parallel import traffic
-
 Group = dist.ProcessGroup | DeviceMesh | None  # None is all ranks
 LOST = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe", "nccl")  # gloo raises RuntimeErrors
 DRAIN_SECONDS = 10.0  # at most, for the transfers that are under way when this rank raises
+
+
+_records: list[list[tuple[str, int]]] = []  # one for each open `record_sent`
+
+
+@contextmanager
+def record_sent() -> Iterator[list[tuple[str, int]]]:
+    """List (step, bytes) of each message that this process sends through `regard.parallel` inside the block.
+
+    A collective (all-reduce, broadcast by its root) counts its payload once, whatever algorithm the backend uses.
+
+    >>> with record_sent() as sent:
+    ...     pass
+    >>> sent
+    []
+    """
+    sent: list[tuple[str, int]] = []
+    _records.append(sent)
+    try:
+        yield sent
+    finally:
+        _records.remove(sent)
+
+
+def _record(step: str, x: Tensor) -> None:
+    for sent in _records:
+        sent.append((step, x.numel() * x.element_size()))
 
 
 def pack(*tensors: Tensor) -> Tensor:
@@ -94,7 +119,7 @@ class RankGroup:
         if sent is not None and sent.numel():
             transfer.sent = self._to_transport(sent)
             operations.append(dist.P2POp(dist.isend, transfer.sent, group=self.process_group, group_peer=to))
-            traffic.record(step, sent.numel() * sent.element_size())
+            _record(step, sent)
         if received is not None and received.numel():
             on_host = self._needs_host_copy(received)
             transfer.received = torch.empty_like(received, device="cpu") if on_host else received
@@ -116,7 +141,7 @@ class RankGroup:
         carried = self._to_transport(x)
         with self.guard(step, at):
             dist.all_reduce(carried, group=self.process_group)
-        traffic.record(step, x.numel() * x.element_size())
+        _record(step, x)
         return carried.to(x.device)
 
     def broadcast(self, x: Tensor, root: int, step: str, at: int = 0) -> Tensor:
@@ -129,7 +154,7 @@ class RankGroup:
             work = dist.broadcast(transfer.received, group=self.process_group, group_src=root, async_op=True)
         transfer.add(work)
         if self.rank == root:
-            traffic.record(step, x.numel() * x.element_size())
+            _record(step, x)
         return transfer.wait()
 
     def reduce(self, x: Tensor, root: int, step: str, at: int = 0) -> Tensor:
@@ -140,7 +165,7 @@ class RankGroup:
         with self.guard(step, at):
             dist.reduce(carried, group=self.process_group, group_dst=root)
         if self.rank != root:
-            traffic.record(step, x.numel() * x.element_size())
+            _record(step, x)
         return carried.to(x.device)
 
     def all_gather_numbers(self, numbers: Sequence[int], step: str, at: int = 0) -> list[list[int]]:

@@ -13,7 +13,7 @@ from interpreter import speed_up
 
 import regard
 import regard.parallel as parallel
-from regard.parallel import traffic
+from regard.parallel.group import record_sent
 from regard.parallel.layout import spans
 
 NAMES = ("softmax", "softmax1", "relu", "softpick", "sigmoid(bias=-1)", "sparsemax", "entmax15", "entmax(alpha=1.25)")
@@ -345,6 +345,11 @@ def same_bits(rank: int, world: int) -> list[bytes]:
     return answers
 
 
+def by_step(sent: list[tuple[str, int]]) -> dict[str, int]:
+    """The bytes of each kind of step."""
+    return {step: sum(size for own, size in sent if own == step) for step, _ in sent}
+
+
 def bytes_sent(rank: int, world: int) -> None:
     """The formulas of docs/developers/parallel.md."""
     b, h, groups, n, d, e = 1, 4, 2, 22, 8, 6
@@ -352,31 +357,31 @@ def bytes_sent(rank: int, world: int) -> None:
     q, k, v = (torch.randn(b, heads, n, width, generator=g) for heads, width in ((h, d), (groups, d), (groups, e)))
     q, k, v = (parallel.shard(x).requires_grad_() for x in (q, k, v))
     sizes = [sum(stop - start for start, stop in own) for own in spans(n, world)]
-    with traffic.counted() as sent:
+    with record_sent() as sent:
         out = parallel.attention(q, k, v, enable_gqa=True, is_causal=True)
     passed = [(rank - t) % world for t in range(world - 1)]  # whose keys this rank hands on
     ring = sum(sizes[owner] for owner in passed) * b * groups * (d + e) * 4
-    assert sent.by_step == {"ring forward": ring} and sent.messages == world - 1, (sent, ring)
-    with traffic.counted() as sent:
+    assert by_step(sent) == {"ring forward": ring} and len(sent) == world - 1, (sent, ring)
+    with record_sent() as sent:
         out.sum().backward()
     gone = [(rank - t) % world for t in range(1, world)]
     back = ring + sum(sizes[owner] for owner in gone) * b * groups * (d + e) * 4
-    assert sent.by_step == {"ring backward": back}, (sent, back)
+    assert by_step(sent) == {"ring backward": back}, (sent, back)
     few = torch.randn(b, h, 2, d, generator=g)
-    with traffic.counted() as sent, torch.no_grad():
+    with record_sent() as sent, torch.no_grad():
         parallel.decode(few, k, v, enable_gqa=True)
     part = b * h * 2 * (e + 2) * 4
     size = 1 << (world.bit_length() - 1)
     rounds = 1 if rank >= size else size.bit_length() - 1 + (rank < world - size)
-    assert sent.by_step == {"tree": rounds * part}, (sent, rounds, part)
-    with traffic.counted() as sent:
+    assert by_step(sent) == {"tree": rounds * part}, (sent, rounds, part)
+    with record_sent() as sent:
         out = parallel.attention(q, k, v, enable_gqa=True, normalizer="entmax15")
     mine = sizes[rank] * b * groups * (d + e) * 4
-    assert sent.by_step == {"gather forward": mine}, (sent, mine)
-    with traffic.counted() as sent:
+    assert by_step(sent) == {"gather forward": mine}, (sent, mine)
+    with record_sent() as sent:
         out.sum().backward()
     others = (sum(sizes) - sizes[rank]) * b * groups * (d + e) * 4
-    assert sent.by_step == {"gather forward": mine, "gather backward": others}, (sent, others)
+    assert by_step(sent) == {"gather forward": mine, "gather backward": others}, (sent, others)
 
 
 def dies(rank: int, world: int, who: int, how: str, calls: int) -> tuple[float, int, str, str]:

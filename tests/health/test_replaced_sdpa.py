@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import CausalBias, causal_upper_left
 
 import regard
+from regard.health.capture import interception
 from regard.health.capture.interception import SDPA
 
 
@@ -53,3 +55,19 @@ def test_what_a_user_put_there_survives_torchs_multi_head_attention(monkeypatch)
         layer(x)
         monkeypatch.setattr(F, "scaled_dot_product_attention", wrapper)  # meanwhile
     assert F.scaled_dot_product_attention is wrapper
+
+
+@pytest.mark.parametrize("context", ["monitor", "using"])
+def test_torchs_causal_biases_know_an_sdpa_that_was_imported_before(context):
+    """Code that holds torch's function, while a monitor or a swap of torch's multi-head attention has its name."""
+    found, model, q = [], nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 2, 5, 4)
+    own = causal_upper_left(5, 5)
+    model.register_forward_hook(lambda *_: found.append(SDPA(q, q, q, attn_mask=own)))
+    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    watch = regard.Monitor(model, every=1) if context == "monitor" else regard.using(model, temperature=1.0)
+    with watch:
+        model(*(torch.randn(2, 5, 8) for _ in range(3)))
+        found.append(SDPA(q, q, q, attn_mask=own))
+    found.append(SDPA(q, q, q, attn_mask=own))
+    assert len(found) == 3 and all(type(o) is torch.Tensor and torch.allclose(o, expected) for o in found)
+    assert CausalBias.__dict__["__torch_function__"] is interception._BY_NAME and F.scaled_dot_product_attention is SDPA

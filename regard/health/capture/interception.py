@@ -16,7 +16,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import _pop_mode_temporarily
 
 from regard.health.capture.call import UNDER_VMAP, Call, forget_derived, in_torch_layout, is_vmapped
@@ -35,6 +37,31 @@ def run_sdpa(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *
     if type(attn_mask).__name__ == "CausalBias":
         return type(attn_mask)._dispatch(query, key, value, attn_mask, *args, **kwargs)
     return SDPA(query, key, value, attn_mask, *args, **kwargs)
+
+
+def _know_sdpa(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    """What `CausalBias` does with a call; it knows torch's sdpa by itself, not by what stands under its name."""
+    if func is SDPA:
+        return cls._dispatch(*args, **(kwargs or {}))  # type: ignore[attr-defined]
+    return _BY_NAME.__func__(cls, func, types, args, kwargs)
+
+
+_BY_NAME: Any = CausalBias.__dict__["__torch_function__"]
+_BY_ITSELF: Any = classmethod(_know_sdpa)
+
+
+def put_sdpa(function: Callable) -> None:
+    """Puts a function under the name of torch's sdpa.
+
+    Who has imported torch's own calls that one still. While another has the name, torch's causal biases would take it
+    for any function, and themselves for a tensor of numbers that they do not have.
+    """
+    F.scaled_dot_product_attention = function
+    before, after = _BY_NAME, _BY_ITSELF
+    if not str(getattr(function, "__module__", "")).startswith("regard."):
+        before, after = after, before
+    if CausalBias.__dict__["__torch_function__"] is before:
+        CausalBias.__torch_function__ = after  # type: ignore[assignment]
 
 
 def as_written(model: nn.Module) -> nn.Module:

@@ -29,6 +29,7 @@ from regard.health.capture.interception import (
     SDPA,
     STATE,
     interceptions_of,
+    put_sdpa,
     report_gate,
     route,
     run_sdpa,
@@ -220,12 +221,12 @@ def is_torchs_or_ours(function: Any) -> bool:
 def _in_place_of_sdpa(function: Callable) -> Iterator[None]:
     """Puts a function under the name of torch's sdpa; restores what it found, unless another came meanwhile."""
     found = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = function
+    put_sdpa(function)
     try:
         yield
     finally:
         if F.scaled_dot_product_attention is function:
-            F.scaled_dot_product_attention = found
+            put_sdpa(found)
 
 
 @contextlib.contextmanager

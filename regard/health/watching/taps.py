@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.health.capture.call import HIDES_ALWAYS, as_four_dims, is_vmapped
-from regard.health.capture.interception import SDPA, as_written, run_sdpa, uncaptured
+from regard.health.capture.interception import SDPA, as_written, put_sdpa, run_sdpa, uncaptured
 from regard.health.capture.interception import STATE as CAPTURES
 
 MOST_HEADS = 509
@@ -275,9 +275,9 @@ def _update() -> None:
     STATE.whole = any(taps.whole for taps in _TAPPED)
     STATE.eagerly = any(taps.eagerly for taps in _TAPPED)
     if _TAPPED and F.scaled_dot_product_attention is SDPA:
-        F.scaled_dot_product_attention = _tapped_sdpa
+        put_sdpa(_tapped_sdpa)
     elif not _TAPPED and F.scaled_dot_product_attention is _tapped_sdpa:
-        F.scaled_dot_product_attention = SDPA
+        put_sdpa(SDPA)
 
 
 def is_unreadable(x: Tensor) -> bool:

@@ -89,6 +89,8 @@ def test_marks_follow_the_what_if(ill):
     measured, changed = (one["flagged"] for one in payload.make_payload(ill, 0, 3)["treatments"])
     assert {place[0] for place in measured} >= {1, 2} and len(changed) < len(measured)
     assert all(severity in checks.SEVERITIES and kinds for _, _, severity, kinds in measured)
+    whole = [replace(finding, scope="model") for finding in ill.findings]
+    assert payload.list_flagged(whole) == []  # a finding of the whole model is no finding of each of its heads
 
 
 def test_curves_belong_to_their_statistic(ill):

@@ -83,6 +83,13 @@ def test_a_sound_model_an_unfinished_one_and_one_without_heads_say_so():
     assert lines_of(make(0, 0))[1].startswith("– NOTHING MEASURED")
 
 
+def test_the_verdict_names_the_gravest_cause_and_notes_are_no_first_step():
+    assert lines_of(three_faults())[1].endswith("4 causes, the gravest: exploding logits since layer 12")
+    note = replace(finding("RG306", [(0, 0)]), severity="note")
+    text = "\n".join(lines_of(make(2, 2, [note])))
+    assert "✓ NO PROBLEM FOUND" in text and "noted     RG306" in text and "do first" not in text
+
+
 def test_layers_of_other_widths_are_never_folded_into_one():
     report = make(2, 4)
     report.heads.append(head("layers.2", 2, 0))

@@ -15,13 +15,13 @@ from regard.health.report import files
 from regard.health.report.report import Report
 from regard.health.report.saved import load_report
 from regard.health.report.screen import describe_gain, describe_skipped
-from regard.health.report.summary import ROOT, count_noun
+from regard.health.report.summary import ROOT, count_noun, name_places
 from regard.health.report.terminal import average
 from regard.health.report.writer import Writer, fold_numbers, printable
 from regard.table import Table, format_number
 
 SHOWN = {"entropy ratio": "entropy_ratio", "max weight": "max_weight", "gain ratio": "gain_ratio"}
-LISTED, ROWS = 6, 6  # heads of a finding; rows of the table of layers on the screen
+ROWS = 6  # of the table of layers on the screen
 
 MARKS = {"same": "✓", "better": "✓", "worse": "✗", "different": "≠"}
 
@@ -39,7 +39,7 @@ class FindingChange(NamedTuple):
 
     def __str__(self) -> str:
         parts = [
-            f"{describe_places(heads)} {side} only"
+            f"{name_places(heads)} {side} only"
             for side, heads in (("in A", self.gone), ("in B", self.appeared))
             if heads
         ]
@@ -402,15 +402,10 @@ def _describe_difference(one: Difference) -> str:
 
 
 def describe_change(change: FindingChange) -> str:
-    return f"{change.kind} {describe_places(change.appeared or change.gone)}"
-
-
-def describe_places(places: Sequence[Place]) -> str:
-    """`in 2 heads (0·1 3·2)`, or where there are many `since layer 12 (48 heads of layers 12–23)`."""
-    heads = count_noun(len(places), "head")
+    """`scale off since layer 0 (layers 0–3, all heads)`, `dead in layer 5, head 0`."""
+    places = change.appeared or change.gone
+    layers = {index for index, _ in places}
     if not places:
-        return "in the whole model"
-    if len(places) <= LISTED:
-        return f"in {heads} ({' '.join(f'{index}·{head}' for index, head in places)})"
-    layers = sorted({index for index, _ in places})
-    return f"since layer {layers[0]} ({heads} of layers {fold_numbers(layers)})"
+        return f"{change.kind}, the whole model"
+    where = name_places(places)
+    return f"{change.kind} since layer {min(layers)} ({where})" if len(layers) > 1 else f"{change.kind} in {where}"

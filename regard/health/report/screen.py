@@ -32,6 +32,7 @@ from regard.health.report.summary import (
     describe_mixers,
     describe_no_findings,
     find_unusual,
+    name_places,
 )
 from regard.health.report.writer import Writer, fold_numbers
 from regard.table import format_number
@@ -40,7 +41,6 @@ HEIGHT = 23  # lines, so that the prompt fits below them into 24; taller termina
 TALL = 44
 SHOWN = 3  # causes
 NOTED = 2  # notes, where there is no cause
-NAMED = 8  # heads of a cause; of more the number
 HEADS = 32  # columns of the map
 NOTHING, SEVERAL = "·", "+"
 COLOURS = {"critical": "bold red", "warning": "yellow", "note": "cyan", "sound": "green"}
@@ -159,15 +159,7 @@ def describe_place(report: Report, finding: Finding) -> str:
     """`layers 12–23, all heads`, `layer 5, head 0`, `the whole model`."""
     if finding.scope == MODEL or not finding.places:
         return finding.layer or "the whole model"
-    layers = sorted({index for index, _ in finding.places})
-    where = f"layer{'s' * (len(layers) > 1)} {fold_numbers(layers)}"
-    known = {(head.index, head.head) for head in report.heads if head.index in layers}
-    heads = sorted({head for _, head in finding.places})
-    if known <= set(finding.places):
-        return f"{where}, all heads"
-    if len(heads) * len(layers) != len(finding.places) or len(heads) > NAMED:
-        return f"{where}, {len(finding.places)} heads"
-    return f"{where}, head{'s' * (len(heads) > 1)} {fold_numbers(heads)}"
+    return name_places(finding.places, [(head.index, head.head) for head in report.heads])
 
 
 def describe_tries(report: Report, names: Sequence[str]) -> list[str]:

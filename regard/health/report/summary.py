@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from regard.health import checks
 from regard.health.checks.finding import MODEL
 from regard.health.checks.predictions import LEAST_TOKENS
+from regard.health.report.writer import fold_numbers
 from regard.table import format_number
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from regard.health.report.report import Report
 
 ROOT = "the model itself"  # the root module's name is empty
-LISTED = 8  # layers
+NAMED = 8  # heads of a finding; of more the number
 COMPARED = ("entropy_ratio", "max_weight", "first_key_mass", "distance", "max_logit", "logit_variance")
 UNUSUAL = 6  # heads that differ most from the others
 LEAST_HEADS = 4  # to compare
@@ -123,6 +124,22 @@ def count_kinds(found: Iterable[tuple[str, int]]) -> list[str]:
     for kind, heads in found:
         total[kind] += heads
     return [f"{kind} ({heads})" for kind, heads in total.items()]
+
+
+def name_places(places: Sequence[tuple[int, int]], measured: Sequence[tuple[int, int]] = ()) -> str:
+    """(layer, head) pairs in words, where all measured heads of their layers are known as such.
+
+    >>> from regard.health.report.summary import name_places
+    >>> name_places([(1, 0), (2, 0)]), name_places([(0, 0), (0, 1)], [(0, 0), (0, 1), (1, 0)])
+    ('layers 1–2, head 0', 'layer 0, all heads')
+    """
+    layers, heads = (sorted({place[side] for place in places}) for side in (0, 1))
+    where = f"layer{'s' * (len(layers) > 1)} {fold_numbers(layers)}"
+    if measured and {place for place in measured if place[0] in layers} <= set(places):
+        return f"{where}, all heads"
+    if len(heads) * len(layers) != len(places) or len(heads) > NAMED:
+        return f"{where}, {len(places)} heads"
+    return f"{where}, head{'s' * (len(heads) > 1)} {fold_numbers(heads)}"
 
 
 def count_noun(number: int, noun: str) -> str:

@@ -84,9 +84,15 @@ def _place(report: Report, cause: Cause) -> str:
     text = f"{where[:1].upper()}{where[1:]}"
     if not cause.finding.places:
         return f'<span class="place">{escape(text)}.</span> '
-    (index, head), *_ = sorted(cause.finding.places)
-    return f"""<button type="button" class="chip place" data-kind="{escape(cause.kind)}" data-layer="{index}"
-data-head="{head}">{escape(text)}</button> """
+    return f"{make_button(text, min(cause.finding.places), cause.kind)} "
+
+
+def make_button(text: str, place: tuple[int, int], kind: str = "") -> str:
+    """A button that chooses a head, and if it has the `kind` of a cause, marks only this cause's heads on the map."""
+    own = f' place" data-kind="{escape(kind)}"' if kind else '"'
+    return (
+        f'<button type="button" class="chip{own} data-layer="{place[0]}" data-head="{place[1]}">{escape(text)}</button>'
+    )
 
 
 def _describe_cure(report: Report, finding: Finding, name: str) -> str:

@@ -10,14 +10,13 @@ from regard.health.report.comparison import (
     FindingChange,
     describe_gaps,
     describe_name,
-    describe_places,
 )  # fmt: skip
 from regard.health.report.glossary import FINDINGS, link, link_words, make_glossary
-from regard.health.report.page.causes import SHOWN, make_causes
+from regard.health.report.page.causes import SHOWN, make_button, make_causes
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import KEYS, describe_statistics, list_layers, list_numbers
 from regard.health.report.report import Report
-from regard.health.report.summary import count_noun
+from regard.health.report.summary import count_noun, name_places
 from regard.table import Table
 
 TONES = {"same": "clean", "better": "clean", "worse": "critical", "different": "warning"}
@@ -82,17 +81,10 @@ def _changes(comparison: Comparison) -> str:
 
 def _card(change: FindingChange, severity: str) -> str:
     sides = (("In B only", change.appeared), ("In A only", change.gone))
-    rows = "".join(f"<p>{side}: {_place(places)}</p>" for side, places in sides if places)
+    rows = "".join(f"<p>{side}: {make_button(name_places(places), places[0])}</p>" for side, places in sides if places)
     return f"""<article class="card {severity}">
 <h3>{link(change.kind)} <span class="pill {severity}">{severity}</span></h3>
 <p>{escape(FINDINGS.get(change.kind, ""))}</p>{rows}</article>"""
-
-
-def _place(places: Sequence[tuple[int, int]]) -> str:
-    """The heads in words, as a button that chooses the first of them."""
-    index, head = places[0]
-    text = escape(describe_places(places))
-    return f'<button type="button" class="chip" data-layer="{index}" data-head="{head}">{text}</button>'
 
 
 def make_payload(a: Report, b: Report, keys: Sequence[str], digits: int) -> dict[str, Any]:

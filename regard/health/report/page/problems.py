@@ -1,17 +1,14 @@
 """The findings below the first screen: symptoms, notes and further causes in full, and the most unusual heads."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from regard.health.checks.finding import MODEL, Finding
 from regard.health.report.glossary import link, link_words
-from regard.health.report.page.causes import SHOWN, list_causes
+from regard.health.report.page.causes import SHOWN, list_causes, make_button
 from regard.health.report.page.document import escape
 from regard.health.report.report import Report
 from regard.health.report.screen import describe_place
 from regard.health.report.summary import count_noun, find_unusual
-
-CHIPS = 48  # heads of a finding
 
 
 def checks_of(report: Report) -> dict[str, Any]:
@@ -49,7 +46,7 @@ def make_problems(report: Report) -> str:
 
 def _list_unusual(report: Report) -> str:
     rows = "".join(
-        f"<tr><th>{make_chips([(one.head.index, one.head.head)], [one.head.layer])}</th>"
+        f"<tr><th>{make_button(f'layer {one.head.index}, head {one.head.head}', (one.head.index, one.head.head))}</th>"
         f"<td>{link_words(str(one))}</td></tr>"
         for one in find_unusual(report.heads)
     )
@@ -60,24 +57,14 @@ def _list_unusual(report: Report) -> str:
 <div class="scroll"><table class="text">{rows}</table></div>"""
 
 
-def make_chips(places: Sequence[tuple[int, int]], layers: Sequence[str] = ()) -> str:
-    """A button for each (layer index, head), 48 at most, that chooses the head; `layers` are shown on hover."""
-    chips = "".join(
-        f'<button type="button" class="chip" data-layer="{index}" data-head="{head}" title="{escape(layer)}">'
-        f"{index}·{head}</button>"
-        for (index, head), layer in zip(places[:CHIPS], layers or [""] * CHIPS, strict=False)
-    )
-    return chips + (f'<span class="more">and {len(places) - CHIPS} more</span>' if len(places) > CHIPS else "")
-
-
 def _card(report: Report, finding: Finding) -> str:
-    chips = make_chips(finding.places, [layer for layer, _ in finding.heads])
+    where = describe_place(report, finding)
+    place = make_button(where, min(finding.places)) if finding.places else escape(where)
     return f"""<article class="card {finding.severity}">
 <h3>{link(finding.kind)} <span class="pill {finding.severity}">{finding.severity}</span>
 <code>{finding.code}</code></h3>
 <p>{link_words(finding.evidence)}</p>
-<dl><dt>Where</dt><dd>{escape(describe_place(report, finding))}
-<span class="chips"><span class="label">layer·head</span>{chips}</span></dd>
+<dl><dt>Where</dt><dd>{place}</dd>
 <dt>What to do</dt><dd>{link_words(finding.remedy)}</dd></dl>
 <details><summary>How sure?</summary><p>Reported if {link_words(finding.threshold)}.</p></details>
 </article>"""

@@ -480,15 +480,15 @@ def test_layers_are_logged_by_number_and_steps_go_on_after_a_resume():
 
 @pytest.mark.parametrize(("margin", "most"), [(0.0, 2.0), ("auto", 1.02)])
 def test_a_margin_holds_the_threshold_between_steps(margin, most):
-    """Each optimizer step raises the logits by a tenth; without a margin they pass the threshold by that."""
+    """One optimizer step in eight raises the logits by a tenth; without a margin they pass the threshold by that."""
     model, x, tops = exploding(), torch.randn(2, 6, 16), []
     with regard.QKClip(model, 5.0, margin=margin) as clip:
-        for _ in range(12):
+        for step in range(28):
             model(x)
             with torch.no_grad():
-                model[1].q_proj.weight.mul_(1.1)  # the step
+                model[1].q_proj.weight.mul_(1.0 if step % 8 else 1.1)  # the step
             tops.append(max(clip.step().max_logit["1"]) / 5.0)
-    assert max(tops[4:]) < most and (margin == "auto" or min(tops[4:]) > 1.05)
+    assert max(tops[4:]) < most and (margin == "auto" or max(tops[4:]) > 1.05)
     with pytest.raises(ValueError, match="margin must be"):
         regard.QKClip(model, margin=-1)
 

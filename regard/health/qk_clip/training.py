@@ -23,8 +23,9 @@ from regard.nn.projections import NotFound
 from regard.parallel.torchrun import is_first_rank
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+UNDONE, GROWN, HELD = 0.5, 0.7, 0.8  # τ/m of clips undone, undone or outgrown by one step, and held
 MOST_FAILED = 10  # consecutive steps that clipped nothing where they should have, before an error
-MEMORY = 0.9  # margin="auto": the share of the expected growth that a step without growth leaves
+MEMORY, MOST_GROWTH = 0.99, 4.0  # margin="auto": what a calm step leaves of the expected growth; its limit
 
 
 class QKClip:
@@ -48,7 +49,7 @@ class QKClip:
     same pass is an op of the graph: make QKClip before the first compiled forward.
 
     The logits are those from before the optimizer's step, which may raise them: between steps they pass τ by what one
-    step adds, 9 to 18 % at a learning rate of 3e-3 in a small model. `margin` clips by what they will be after it.
+    step adds, by 5 % and at most 42 % at a learning rate of 3e-3 in a small model. `margin` clips by what they will be.
 
     A step that saw no logits, could not clip a layer whose logits passed τ, or found the clip before it undone warns
     with the reason; ten such steps, with no two others in a row between them, raise an error unless `strict` is False.
@@ -70,7 +71,7 @@ class QKClip:
             (Megatron) are found without it. Sharded parameters (FSDP2) are clipped as they are.
         strict: False to go on after such ten steps.
         margin: by which share a step is expected to raise the largest logits: heads are clipped from τ/(1 + margin) on,
-            to that. "auto" measures it for each head from step to step.
+            to that. "auto" measures it for each layer from step to step, and remembers the largest for 70 steps or so.
 
     Attributes:
         steps: how many steps it has ended.
@@ -149,40 +150,47 @@ class QKClip:
             else:
                 self._note_fine()
             return
-        undone = self._find_undone(last)
         skipped = {name: largest for name, (largest, _) in last._found.items() if name in last.unclipped}
-        flags = [undone]
-        flags += [(largest.nan_to_num(posinf=0.0) > self.threshold).any() for largest in skipped.values()]
+        flags = [self._find_undone(last)]
+        flags += [(largest.nan_to_num(posinf=0.0) > self.threshold).any().float() for largest in skipped.values()]
         self._copies.add(torch.stack([flag.to(flags[0].device) for flag in flags]), self._reader(last, list(skipped)))
         self._copies.start()
         if flags[0].device.type == "cpu":
             self._copies.finish()
 
     def _find_undone(self, last: Clipped) -> Tensor:
-        """True, as a tensor, if a head that was shrunk a lot is as large as it was.
+        """Returns the smallest τ/m, as a tensor, of heads that were clipped and are as large as before; 1 if none is.
 
-        Two steps back too: an optimizer writes its copies back after the forward that has shown the clip to hold.
+        Clipped in the last step, or in the one before it where the clip held since: an optimizer writes its copies back
+        after the forward that has shown it to hold.
         """
-        found = []
-        for before in self._before:
+        found = [next(iter(last._found.values()))[0].new_ones(1)]
+        for at, before in enumerate(reversed(self._before)):
             for name, (largest, _) in last._found.items():
                 was, factors = before.get(name, (largest, None))
+                between = self._before[-1].get(name, (largest, None))[0] if at else torch.zeros_like(largest)
                 if factors is not None:
-                    found.append(((factors < 0.7) & (largest > 0.9 * was)).any())
+                    is_back = (largest > 0.9 * was) & (factors < 1.0) & (between < self.threshold / HELD)
+                    found.append(torch.where(is_back, self.threshold / was, 1.0).amin()[None].to(found[0].device))
         self._before.append(last._found)
-        device = next(iter(last._found.values()))[0].device
-        return torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=device)
+        return torch.cat(found).amin()
 
     def _reader(self, clipped: Clipped, skipped: list[str]) -> Callable[[Tensor], None]:
         def read(flags: Tensor) -> None:
-            came_back, *over = flags.tolist()
+            undone, *over = flags.tolist()
             reasons = {name: clipped.skipped[name] for name, passed in zip(skipped, over, strict=True) if passed}
             if reasons and not self.log_only:
                 self._fail(self._describe_skipped(reasons))
-            elif came_back and not self.log_only:
+            elif undone < UNDONE and not self.log_only:
                 self._fail(
                     "QKClip has no effect: weights that it shrank a step or two before are as large as they were. The "
                     "optimizer keeps copies and writes them back: pass it to hook() or follow(), or pass masters="
+                )
+            elif undone < GROWN and not self.log_only:
+                self._warn(
+                    "Heads that QKClip shrank are as large again one step later: the learning rate lets logits grow by "
+                    'half in a step (margin="auto" clips by what they will be), or the optimizer keeps copies of the '
+                    "weights and writes them back (pass it to hook() or follow(), or pass masters=)"
                 )
             else:
                 self._note_fine()
@@ -211,6 +219,10 @@ class QKClip:
                 f"{text}. It was so at {self.failed} of the last {self.steps - self._failing_since + 1} steps; pass "
                 "strict=False to train on without a clip"
             )
+        self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        """Warns once of each reason."""
         if text not in self._warned and is_first_rank():
             self._warned.add(text)
             warnings.warn(text, stacklevel=find_caller()[1] + 1)
@@ -220,8 +232,11 @@ class QKClip:
         if self.margin != "auto":
             return largest * (1.0 + float(self.margin))
         expected, growth = self._grown.get(name, (largest, torch.zeros_like(largest)))
-        measured = torch.where(expected > 0.5 * self.threshold, largest / expected - 1.0, 0.0)  # the rest is far from τ
-        growth = torch.maximum(MEMORY * growth, measured.nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0))
+        measured = torch.where(
+            expected > 0.25 * self.threshold, largest / expected - 1.0, 0.0
+        )  # the rest is far from τ
+        measured = measured.nan_to_num(0.0, 0.0, 0.0).clamp(0.0, MOST_GROWTH)
+        growth = torch.maximum(MEMORY * growth, measured.amax())  # heads of a layer grow in turns
         after = largest * (1.0 + growth)
         # what the next forward shows if no step adds anything: the logit, or what the clip made of it
         self._grown[name] = torch.where(after > self.threshold, self.threshold / (1.0 + growth), largest), growth

@@ -15,6 +15,7 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from regard.health.capture.interception import as_written
+from regard.health.watching import callbacks
 from regard.health.watching.black_box import BlackBox
-from regard.health.watching.every_step import EveryStep
+from regard.health.watching.every_step import NO_STEP, ONLY_LOGITS, EveryStep
 from regard.health.watching.hooks import Hook
 from regard.health.watching.incidents import Alarm, Incident, Incidents
 from regard.health.watching.ranks import GroupNeeded, Joined, Ranks
@@ -32,9 +34,6 @@ from regard.health.watching.sampling import LEAST_SECONDS, Sampler, Tables
 from regard.health.watching.taps import has_compiled_parts
 from regard.health.watching.telling import AttentionWarning, Teller
 from regard.health.watching.validation import check_arguments
-from regard.health.watching.writers import Several, Writer, make_writer
-
-MISSED = 3  # consecutive steps without a forward before a warning
 
 
 class Monitor:
@@ -82,24 +81,13 @@ class Monitor:
         text: True to write tokens as text too, by `tokenizer`; otherwise their ids alone.
         tokenizer: an object with `decode`.
 
-    On a GPU, in one process, a sample is read when the next forward begins, because the GPU is still at work when its
-    own forward ends; `step`, `close` and the attributes below read it at once. Over ranks it is joined one or two steps
-    later. An exception of `on_alarm` is shown as a warning: nothing here ends a training step, except that ranks which
-    hold other heads without `tensor_group` are refused in the first steps.
+    On a GPU a sample is read when the next forward begins, or by `step`, `close` and the properties below; over ranks
+    it is joined one or two steps later. An exception of `on_alarm` is shown as a warning: nothing here ends a training
+    step, except that ranks which hold other heads without `tensor_group` are refused in the first steps.
 
     What torch.compile made is watched inside its graphs: the largest logits, without a graph break, if `metrics` is
     ("max_logit",) or the compiled part runs within `model`. Given what torch.compile returned and all metrics, sampled
     steps run as written.
-
-    Attributes:
-        incidents: every `Incident` so far: `.cause`, `.severity`, `.opened`, `.resolved` (a step or None), `.heads`,
-            `.text`, `.action`, `.code`.
-        alarms: every change of one: `.step`, `.kind`, `.severity`, `.heads`, `.text`, `.action`, `.event`.
-        layers: series name → module name.
-        unmeasured: module name → why it is not watched.
-        samples: how many steps were measured.
-        steps: how many steps it has seen.
-        spent: seconds spent on measuring.
 
     Raises:
         TypeError: `model` is not an nn.Module, or `log` is none of the above.
@@ -128,7 +116,7 @@ class Monitor:
     ) -> None:
         check_arguments(model, every, budget, sequences, metrics, on_alarm, on_failure, timeout, text, tokenizer)
         self.model, self.every, self.metrics, self.on_failure = model, every, metrics, on_failure
-        self.steps = 0
+        self.steps = 0  # that it has seen
         self.black_box = BlackBox(black_box, tokenizer if text else None)
         self._incidents = Incidents()
         self._every_step = EveryStep(self._incidents)
@@ -137,10 +125,8 @@ class Monitor:
         self._sampler = Sampler(model, every, budget, sequences, metrics, self._ranks.key, self._teller.warn_once)
         self._given_step = None if self._ranks.groups.pipeline is None else 1  # a pipeline's step has several forwards
         self._began = 0  # the step before the first one that `step` ends
-        self._missed = 0  # consecutive steps without a forward
         self._saw_forward = False  # in this step
         self._first_step_within_budget = 1  # the same on every rank
-        self._pending: tuple[int, Tables] | None = None  # a sample that waits for the end of its step
         self._hooks: list[RemovableHandle] = []
         self.watch()
 
@@ -151,8 +137,10 @@ class Monitor:
         _watching.add(self)
         self._every_step.start(self.model)
         self._hooks += [
-            self.model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
-            self.model.register_forward_hook(Hook(self._after), always_call=True),
+            self.model.register_forward_pre_hook(
+                Hook(partial(self._guarded, self._begin_forward)), prepend=True, with_kwargs=True
+            ),
+            self.model.register_forward_hook(Hook(partial(self._guarded, self._end_forward)), always_call=True),
         ]
 
     def close(self) -> None:
@@ -160,15 +148,10 @@ class Monitor:
         if not self._hooks:
             return
         self._sampler.abort()
-        for read in (self._read_sample, self._tell_pending):
-            self._guarded(read)
+        self._guarded(self._read_sample, True)
         self._guarded(self._read_ranks, True)
-        pulse = self._every_step.pulse
-        if pulse is not None and not self.steps and pulse.has_seen():
-            self._teller.warn_once(
-                "steps", "The model ran compiled and Monitor was told of no step, so nothing was logged. Call "
-                "monitor.step(loss=…) after each step, or pass Monitor what torch.compile returned.",
-            )  # fmt: skip
+        if not self.steps and self._every_step.has_seen_graphs():
+            self._teller.warn_once("steps", NO_STEP)
         self._every_step.stop()
         for hook in self._hooks:
             hook.remove()
@@ -177,13 +160,13 @@ class Monitor:
 
     @property
     def incidents(self) -> list[Incident]:
-        """Every `Incident` so far."""
+        """Every `Incident` so far, with `.cause`, `.severity`, `.opened`, `.resolved`, `.heads`, `.text` and `.action`."""
         self._read_sample()
         return self._incidents.all
 
     @property
     def alarms(self) -> list[Alarm]:
-        """Every `Alarm` so far: each time an incident opened, reopened, became graver or wider."""
+        """Every `Alarm` so far: each time an incident opened, reopened, became graver or wider (`.event`)."""
         self._read_sample()
         return self._teller.alarms
 
@@ -232,20 +215,11 @@ class Monitor:
 
     def trainer_callback(self) -> Any:
         """A callback for `transformers.Trainer(callbacks=[…])`; steps are then the trainer's."""
-        from regard.health.watching.callbacks import trainer_callback
-
-        return trainer_callback(self)
+        return callbacks.trainer_callback(self)
 
     def lightning_callback(self) -> Any:
         """A callback for `lightning.Trainer(callbacks=[…])`: its steps, and its loggers where `log` is None."""
-        from regard.health.watching.callbacks import lightning_callback
-
-        return lightning_callback(self)
-
-    def use_loggers(self, loggers: Sequence[Any]) -> None:
-        """Log to these too, if `log` is None; the Lightning callback calls it."""
-        if type(self._teller.writer) is Writer and loggers:
-            self._teller.writer = Several([make_writer(logger) for logger in loggers])
+        return callbacks.lightning_callback(self)
 
     def step(self, loss: Any = None, grad_norm: Any = None) -> None:
         """Ends a step: call it after `optimizer.step()`, with the loss as a number or a tensor, which is read later.
@@ -269,20 +243,14 @@ class Monitor:
         if step < (self._given_step or 0):  # a second training
             self._sampler.last = 0
         self._given_step, self._saw_forward = step, False
-        self._missed += 1  # reset by the next forward
-        if self._missed > MISSED:
-            self._teller.warn_once(
-                "missed",
-                f"Monitor saw {MISSED} steps without a forward of the model in training mode, so nothing is watched. "
-                "Pass it the module that a step calls (with Lightning, the one that training_step calls).",
-            )
+        self._sampler.note_step()
 
     def end_step(self) -> None:
         """Ends a step as far as ranks and compiled graphs are concerned; `step` and the callbacks call it."""
         if self._given_step is not None:
             self._guarded(self._end_compiled_step, self._given_step)
-        for read in (self._read_sample, self._tell_pending, self._read_ranks):
-            self._guarded(read)
+        self._guarded(self._read_sample, True)
+        self._guarded(self._read_ranks)
 
     def record(self, path: str | Path) -> None:
         """Writes the black box, for `regard replay`."""
@@ -315,18 +283,16 @@ class Monitor:
             self._sampler.abort()
             self._teller.warn_once(f"failed {type(error).__name__}", f"Monitor failed at step {self.steps}: {error!r}")
 
-    def _before(self, module: nn.Module, inputs: tuple, named: dict) -> None:
-        if module is self.model:  # else a copy, which has its hooks
-            self._guarded(self._begin_forward, module, inputs, named)
-
     def _begin_forward(self, module: nn.Module, inputs: tuple, named: dict) -> None:
+        if module is not self.model:  # a copy, which has its hooks
+            return
         self._sampler.abort()
         self._read_sample()  # while a GPU is at work on the step before
         if not (module.training and torch.is_grad_enabled()):
             return
-        self._missed, self._saw_forward = 0, True
+        self._sampler.missed, self._saw_forward = 0, True
         self.steps = step = self.steps + 1 if self._given_step is None else self._given_step
-        if self._pending is None:
+        if self._sampler.finished is None:  # else in the middle of a pipeline's step
             self._read_ranks()
         self._read_step_before(step)
         if self._sampler.is_due(step, self._ranks.is_asked):
@@ -334,12 +300,10 @@ class Monitor:
             if self._sampler.begin(step, inputs, named, first):
                 self._ranks.note_inputs((*inputs, *named.values()))
 
-    def _after(self, module: nn.Module, inputs: tuple, output: Any) -> None:
-        if module is self.model:
-            has_raised = output is None and sys.exc_info()[1] is not None
-            self._guarded(self._end_forward, module, output, has_raised)
-
-    def _end_forward(self, module: nn.Module, output: Any, has_raised: bool) -> None:
+    def _end_forward(self, module: nn.Module, inputs: tuple, output: Any) -> None:
+        if module is not self.model:
+            return
+        has_raised = output is None and sys.exc_info()[1] is not None
         is_read, pulse = self._sampler.end(has_raised), self._every_step.pulse
         if has_raised:
             return  # over ranks, a later sample tells the others that there is none of this step
@@ -359,11 +323,7 @@ class Monitor:
         self._read_step_before(step)
         pulse.end_forward(step, None)
         if self.metrics is None:
-            self._teller.warn_once(
-                "compiled",
-                "The model runs compiled, so of its attention the largest logits alone are watched. Pass Monitor what "
-                'torch.compile returned to watch all of it, or metrics=("max_logit",).',
-            )
+            self._teller.warn_once("compiled", ONLY_LOGITS)
         if self._sampler.is_due(step, self._ranks.is_asked):
             self._sample_taps(step, pulse.layers)
 
@@ -376,7 +336,7 @@ class Monitor:
     def _read_step_before(self, step: int) -> None:
         """Reads what the last step left, and draws the next samples closer where it looks wrong."""
         has_read, is_wrong = self._every_step.read(step)
-        self._missed = 0 if has_read else self._missed
+        self._sampler.missed = 0 if has_read else self._sampler.missed
         if is_wrong and self._ranks.is_distributed():
             self._ranks.ask(step + 1)
         elif is_wrong:
@@ -387,22 +347,12 @@ class Monitor:
     def _tell_loss(self, step: int, loss: Mapping[str, Any]) -> None:
         self._teller.tell_alarms(step, self._every_step.judge(step, loss), self._ranks.is_first())
 
-    def _read_sample(self) -> None:
-        """Reads the sample that a forward has left, logs it and reports incidents.
-
-        A GPU is still at work when its forward returns. Alone, a process reads the sample before the next forward or
-        when it is asked for it, so as not to wait; over ranks at once, to post it.
-        """
-        sample = self._sampler.read(self.black_box)
-        if sample is not None and self._ranks.groups.pipeline is None:
-            self._join(*sample)
-        elif sample is not None:
-            self._pending = sample
-
-    def _tell_pending(self) -> None:
-        if self._pending is not None:
-            sample, self._pending = self._pending, None
-            self._join(*sample)
+    def _read_sample(self, at_end: bool = False) -> None:
+        """Reads the sample that a forward has left and reports or posts it; a pipeline's at the end of the step."""
+        if at_end or self._ranks.groups.pipeline is None:
+            sample = self._sampler.read(self.black_box)
+            if sample is not None:
+                self._join(*sample)
 
     def _join(self, step: int, tables: Tables) -> None:
         """Reports a sample, or posts it for the other ranks."""
@@ -416,24 +366,17 @@ class Monitor:
         """Reports the samples that all ranks have posted."""
         if not self._ranks.is_distributed():
             return
-        try:
-            joined = self._ranks.read(self.steps, self._sampler.budget, LEAST_SECONDS, closing)
-        except Exception as error:  # the store is gone: its process has ended
-            self._ranks.alone, joined = f"{type(error).__name__}: {error}", []
-        for one in joined:
+        for one in self._ranks.read(self.steps, self._sampler.budget, LEAST_SECONDS, closing):
             self._first_step_within_budget = one.first_step
             self._report_rank(self._ranks.explain(one))
             self._tell(one)
             if one.loss:
                 self._tell_loss(one.step, one.loss)
         if self._ranks.alone and not closing:
-            self._report_rank(f"{self._ranks.alone}, so this rank is watched alone")
+            self._report_rank(f"{self._ranks.name()}: {self._ranks.alone}, so this rank is watched alone")
 
     def _report_rank(self, text: str) -> None:
         if text:
-            from torch import distributed
-
-            text = text if text.startswith("Monitor") else f"Monitor on rank {distributed.get_rank()}: {text}"
             self._teller.warn_once(f"ranks {text[:40]}", text)
             if self.on_failure == "stop":
                 self.close()

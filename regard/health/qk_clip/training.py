@@ -17,6 +17,7 @@ from regard.health.capture.interception import find_caller
 from regard.health.measure.side_stream import HostCopies
 from regard.health.qk_clip.clipping import Clipped, Masters, check_arguments, clip_observed
 from regard.health.qk_clip.max_logits import observe, stop
+from regard.health.watching import callbacks
 from regard.health.watching.groups import find_groups
 from regard.health.watching.writers import make_writer
 from regard.nn.projections import NotFound
@@ -288,15 +289,11 @@ class QKClip:
 
     def trainer_callback(self) -> Any:
         """Returns a callback for `transformers.Trainer(callbacks=[…])` that clips after each optimizer step."""
-        from regard.health.watching.callbacks import clip_trainer_callback
-
-        return clip_trainer_callback(self)
+        return callbacks.clip_trainer_callback(self)
 
     def lightning_callback(self) -> Any:
         """Returns a callback for `lightning.Trainer(callbacks=[…])` that clips after each optimizer step."""
-        from regard.health.watching.callbacks import clip_lightning_callback
-
-        return clip_lightning_callback(self)
+        return callbacks.clip_lightning_callback(self)
 
     def _find_master(self, parameter: Tensor) -> Tensor | None:
         if self.masters is not None:

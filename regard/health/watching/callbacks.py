@@ -1,10 +1,13 @@
 """Trainer callbacks of `Monitor` and `QKClip`, for transformers and Lightning."""
 
-import importlib
-from typing import Any
+from __future__ import annotations
 
-from regard.health.monitor import Monitor
-from regard.health.qk_clip.training import QKClip
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regard.health.monitor import Monitor
+    from regard.health.qk_clip.training import QKClip
 
 BASES = {  # of callbacks: module, class, what is missing without it
     "trainer": ("transformers", "TrainerCallback", 'trainer_callback needs transformers: pip install "regard[hf]"'),
@@ -59,7 +62,7 @@ def lightning_callback(monitor: Monitor) -> Any:
 
         def on_train_start(self, trainer, module):
             monitor.watch()
-            monitor.use_loggers(trainer.loggers)
+            monitor._teller.use_loggers(trainer.loggers)
 
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             monitor.at_step(trainer.global_step + 1)

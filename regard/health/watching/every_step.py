@@ -19,6 +19,14 @@ SHIFT = math.log(1.25)  # change of the norms of q and k, or five times that of 
 PATIENCE = 8  # steps that a loss outside its band waits for a sample of attention
 EXPLAINS = (LARGE, NOT_FINITE, DEAD)  # causes that explain a jump of the loss
 NOWHERE = ("", -1)  # the place of what no head has
+NO_STEP = (
+    "The model ran compiled and Monitor was told of no step, so nothing was logged. Call monitor.step(loss=…) after "
+    "each step, or pass Monitor what torch.compile returned."
+)
+ONLY_LOGITS = (
+    "The model runs compiled, so of its attention the largest logits alone are watched. Pass Monitor what "
+    'torch.compile returned to watch all of it, or metrics=("max_logit",).'
+)
 HISTORY = 50  # samples whose norms are kept
 
 
@@ -42,6 +50,10 @@ class EveryStep:
         if self.pulse is not None:
             self.pulse.close()
         self.pulse = None
+
+    def has_seen_graphs(self) -> bool:
+        """True if a compiled graph ever made a call."""
+        return self.pulse is not None and self.pulse.has_seen()
 
     def observe(self, step: int, loss: Any, grad_norm: Any) -> None:
         """Takes the loss and the gradient's norm of a step; tensors are read later, without a wait."""

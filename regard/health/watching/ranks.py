@@ -135,6 +135,13 @@ class Ranks:
 
         budget, least: what `Monitor` may spend, for `first_step_within`.
         """
+        try:
+            return self._read(step, budget, least, closing)
+        except Exception as error:  # the store is gone: its process has ended
+            self.alone = f"{type(error).__name__}: {error}"
+            return []
+
+    def _read(self, step: int, budget: float, least: float, closing: bool) -> list[Joined]:
         found, until = [], time.monotonic() + CLOSING
         while self._posted and self.is_distributed():
             joined = self._read_next(step, budget, least, closing)
@@ -243,9 +250,13 @@ class Ranks:
         if self.find_unmade(joined.absent) == joined.absent:
             return f"Monitor was not made on ranks {names}, so they are not watched. Make it on every rank."
         return (
-            f"rank {names} sent no sample of step {joined.step} for {self.timeout:g} s, so it is left out: its data "
-            "have ended, it runs other steps, or it has failed"
+            f"{self.name()}: rank {names} sent no sample of step {joined.step} for {self.timeout:g} s, so it is left "
+            "out: its data have ended, it runs other steps, or it has failed"
         )
+
+    def name(self) -> str:
+        """Returns how messages name this rank."""
+        return f"Monitor on rank {dist.get_rank()}"
 
     def find_unmade(self, ranks: list[int]) -> list[int]:
         """Returns those of the ranks on which no monitor was made."""

@@ -20,6 +20,7 @@ from regard.health.watching.taps import has_compiled_parts
 from regard.health.watching.timed_recorder import MaxLogitRecorder, TimedRecorder
 
 SKIPPED, SKIPPED_SHARE = 20, 0.75  # samples that the budget skipped, and their share, before a warning
+MISSED = 3  # consecutive steps without a forward before a warning
 LEAST_SECONDS = 600.0  # the budget is that of a training of ten minutes at least
 
 Tables = dict[LayerKey, Tensor]
@@ -41,11 +42,22 @@ class Sampler:
         self.spent = 0.0  # seconds
         self.started: float | None = None  # when the first forward began
         self.last = 0  # the last step that was sampled
+        self.missed = 0  # consecutive steps without a forward
         self.unmeasured: dict[str, str] = {}
         self.finished: TimedRecorder | None = None  # of a forward that is over, and whose numbers were not read
         self._running: TimedRecorder | None = None  # of the one that runs
         self._orders = {name: at for at, (name, _) in enumerate(as_written(model).named_modules())}
         self._interceptions = ForwardInterceptions()
+
+    def note_step(self) -> None:
+        """Notes the end of a step, whose forward has set `missed` to 0."""
+        self.missed += 1
+        if self.missed > MISSED:
+            self.warn_once(
+                "missed",
+                f"Monitor saw {MISSED} steps without a forward of the model in training mode, so nothing is watched. "
+                "Pass it the module that a step calls (with Lightning, the one that training_step calls).",
+            )
 
     def elapsed(self) -> float:
         """Seconds since the first forward."""

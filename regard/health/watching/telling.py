@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from regard.health.watching.black_box import BlackBox
 from regard.health.watching.incidents import Alarm, Incidents
 from regard.health.watching.ranks import Joined
 from regard.health.watching.sample import flags_of, head_rows, scalars_of, series_names
-from regard.health.watching.writers import make_writer
+from regard.health.watching.writers import Several, Writer, make_writer
 
 IN_TROUBLE = 8  # heads whose own numbers are logged because a finding has them
 HARMLESS = ("positional", "diffuse", "bounded")  # findings that have no head logged
@@ -91,6 +91,11 @@ class Teller:
                 self.writer.write_alarm(alarm.to_json())
         except Exception as error:  # a failing log must not stop training
             self.warn_once("log", f"The monitor's log failed at step {step}, and rows are lost: {error!r}")
+
+    def use_loggers(self, loggers: Sequence[Any]) -> None:
+        """Writes to these too, if there is no log."""
+        if type(self.writer) is Writer and loggers:
+            self.writer = Several([make_writer(logger) for logger in loggers])
 
     def warn_once(self, kind: str, text: str) -> None:
         """Warns once of each kind."""

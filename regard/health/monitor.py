@@ -160,7 +160,7 @@ class Monitor:
 
     @property
     def incidents(self) -> list[Incident]:
-        """Every `Incident` so far, with `.cause`, `.severity`, `.opened`, `.resolved`, `.heads`, `.text` and `.action`."""
+        """Every `Incident` so far, with its cause, severity, steps, heads, text and action."""
         self._read_sample()
         return self._incidents.all
 

@@ -45,6 +45,7 @@ OVER = {"div", "div_", "__truediv__", "__itruediv__", "divide", "true_divide"}
 DROPPING = {"dropout", "dropout_"}
 TRANSPOSING = {"transpose", "swapaxes", "swapdims", "permute"}
 MT = torch.Tensor.mT.__get__  # type: ignore[attr-defined]
+ORDINARY: set[Any] = set()  # torch functions with which no attention begins: neither products nor softmax
 AXES = {-2: "queries", -3: "heads", -4: "batch"}
 RUNS_OVER = "its softmax runs over the"  # … queries, where the keys are meant
 CHANGED = "its weights were changed after the softmax"
@@ -76,12 +77,6 @@ class Weights:
     gain: Tensor | None = None  # a learned number that multiplied p afterwards, as the gate of an adapter does
 
 
-def is_ordinary(func: Callable) -> bool:
-    """True for a torch function with which no attention begins: neither a product nor a softmax."""
-    name = getattr(func, "__name__", "")
-    return name not in PRODUCTS and name != "softmax"
-
-
 class Follower:
     """Follows the tensors of one thread from product to product; what is known of a tensor lives as long as it."""
 
@@ -92,9 +87,10 @@ class Follower:
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a torch function, and follows what it returns or captures it if it multiplies weights by values."""
         name = getattr(func, "__name__", "")
-        if name in PRODUCTS and (module := running_module()) is not None and interceptions_of(module):
-            multiply = partial(self._multiply, module, name, args, kwargs)
-            return guarded(multiply, partial(func, *args, **kwargs))
+        if name in PRODUCTS:
+            return guarded(partial(self._multiply, name, args, kwargs), partial(func, *args, **kwargs))
+        if name != "softmax":
+            ORDINARY.add(func)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and (self.known.data or name == "softmax"):
             try:
@@ -135,7 +131,10 @@ class Follower:
         elif isinstance(known, Product):
             self.known[result] = Weights(result, logits, None, axis=axis)
 
-    def _multiply(self, module: nn.Module, name: str, args: tuple, kwargs: dict, run: Callable) -> Any:
+    def _multiply(self, name: str, args: tuple, kwargs: dict, run: Callable) -> Any:
+        module = running_module()
+        if module is None or not interceptions_of(module):
+            return run()
         names = OPERANDS.get(name, ())
         args = (*args, *(kwargs[one] for one in names[len(args) :] if one in kwargs))
         if name == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):

@@ -152,9 +152,13 @@ class Interception:
         """Registers the hooks; whatever torch.compile made in this process runs as it was written until `stop`."""
         close_scopes()
         with _LOCK:
-            self._start()
             STARTED.append(self)
-            run_as_written()
+            try:
+                self._start()
+                run_as_written()
+            except BaseException:  # Ctrl-C too
+                self.stop()
+                raise
 
     def _start(self) -> None:
         if not ACTIVE:
@@ -180,7 +184,8 @@ class Interception:
                 _STANCE.pop().__exit__(None, None, None)
 
     def _stop(self) -> None:
-        ACTIVE.remove(self)
+        if self in ACTIVE:
+            ACTIVE.remove(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -228,9 +233,9 @@ class Interception:
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
         """Captures one forward of the model that begins now, in its pre-hook: see `open_scope`."""
-        with _LOCK:
-            self._start()
         try:
+            with _LOCK:
+                self._start()
             own = self.model._forward_pre_hooks.keys() | self.model._forward_hooks.keys()
             # torch iterates over the model's own hooks when its forward raises: none may be removed then
             for hook in [hook for hook in self._hooks if hook.id in own]:
@@ -317,6 +322,9 @@ def _leave_forward(module: nn.Module, inputs: tuple, output: Any) -> None:
         _leave(module)
     except Exception as error:
         say(error)
+        STATE.stack.clear()  # what is still running is not captured
+        with contextlib.suppress(Exception):
+            close_scopes()
 
 
 def _leave(module: nn.Module) -> None:
@@ -440,9 +448,9 @@ class uncaptured:
     """Captures nothing of what the body calls in this thread."""
 
     def __enter__(self) -> None:
-        self.before, STATE.busy = STATE.busy, True
         self.mode = without_mode()
         self.mode.__enter__()
+        self.before, STATE.busy = STATE.busy, True
 
     def __exit__(self, *error: Any) -> None:
         STATE.busy = self.before

@@ -199,12 +199,13 @@ def patch_packages() -> None:
         if id(found) in _PATCHED:
             continue
         if isinstance(found, type):
+            passing = _pass_by_name(found.forward, capture)  # type: ignore[attr-defined]
             _PATCHED[id(found)] = found, "forward", found.forward  # type: ignore[attr-defined]
-            found.forward = _pass_by_name(found.forward, capture)  # type: ignore[attr-defined]
+            found.forward = passing  # type: ignore[attr-defined]
         elif isinstance(found, FunctionType) and found.__closure__ is None:
+            signature, code = inspect.signature(found), _make_code(found, capture)
             _PATCHED[id(found)] = found, "__code__", found.__code__
-            signature = inspect.signature(found)
-            found.__code__ = _make_code(found, capture)
+            found.__code__ = code
             found.__signature__ = signature  # type: ignore[attr-defined]  # models pass what it names alone
 
 

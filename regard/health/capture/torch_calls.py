@@ -24,7 +24,7 @@ from regard._core.execute import dense_attention, opened_rows
 from regard._core.gate import apply_gate
 from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, hide, select_rows
 from regard.health.capture.guard import guarded
-from regard.health.capture.handwritten import Follower, is_ordinary
+from regard.health.capture.handwritten import ORDINARY, Follower
 from regard.health.capture.interception import (
     SDPA,
     STATE,
@@ -41,8 +41,6 @@ from regard.temperature.rows import is_measuring
 
 ARGUMENTS_BEFORE_TRAINING = 13  # of torch's multi-head function
 SDPA_NAMES = SDPA, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default
-
-_ORDINARY: set[Any] = set()  # functions that are no part of attention unless they are given one
 
 
 class TorchCalls(TorchFunctionMode):
@@ -75,20 +73,19 @@ class TorchCalls(TorchFunctionMode):
             super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if (func in _ORDINARY and not self._followed) or torch.compiler.is_compiling():
+        if (func in ORDINARY and not self._followed) or torch.compiler.is_compiling():
             return func(*args, **kwargs) if kwargs else func(*args)
         handler = self.handlers.get(func)
         if handler is None:
-            if is_ordinary(func):
-                _ORDINARY.add(func)
             return self.follower.run(func, args, kwargs or {})
         self._saw_handled = True
-        for place in range(torch._C._len_torch_function_stack()):  # others of ours, which will not see this call
-            mode = torch._C._get_function_stack_at(place)
-            if isinstance(mode, TorchCalls):
-                mode._saw_handled = True
-        kwargs = kwargs or {}
-        return guarded(lambda run: handler(func, args, kwargs), partial(func, *args, **kwargs))
+        given = kwargs or {}
+
+        def handle(run: Callable) -> Any:
+            _note_attention()
+            return handler(func, args, given)
+
+        return guarded(handle, partial(func, *args, **given))
 
     def _capture_sigmoid(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Reports σ of what may be a model's own gate, such as Qwen3-Next's; the observer compares its shape."""
@@ -96,6 +93,14 @@ class TorchCalls(TorchFunctionMode):
         if isinstance(result, Tensor):
             report_gate(result)
         return result
+
+
+def _note_attention() -> None:
+    """Tells the other modes of ours, which will not see a call, that one was captured."""
+    for place in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(place)
+        if isinstance(mode, TorchCalls):
+            mode._saw_handled = True
 
 
 def _capture_gate(func: Callable, args: tuple, kwargs: dict) -> Tensor:
@@ -237,20 +242,20 @@ def capture_replaced_sdpa() -> Iterator[None]:
         yield
         return
 
-    def capture(*args, **kwargs) -> Tensor:
+    def route_it(run: Callable, *args, **kwargs) -> Tensor:
         if not interceptions_of(running_module()):
-            return found(*args, **kwargs)
+            return run()
         if found not in _OPAQUE:
             before = STATE.sdpa_calls
-            result = found(*args, **kwargs)
+            result = run()
             if STATE.sdpa_calls != before:
                 return result
             _OPAQUE.add(found)
-        for place in range(torch._C._len_torch_function_stack()):
-            mode = torch._C._get_function_stack_at(place)
-            if isinstance(mode, TorchCalls):
-                mode._saw_handled = True
-        return guarded(lambda run: _capture_sdpa(*args, **kwargs, function=found), partial(found, *args, **kwargs))
+        _note_attention()
+        return _capture_sdpa(*args, **kwargs, function=found)
+
+    def capture(*args, **kwargs) -> Tensor:
+        return guarded(lambda run: route_it(run, *args, **kwargs), partial(found, *args, **kwargs))
 
     capture.replaced = found  # type: ignore[attr-defined]
     with _in_place_of_sdpa(capture):

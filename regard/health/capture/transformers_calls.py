@@ -52,16 +52,17 @@ def _wrap_lookup(lookup: Callable) -> Callable:
 
 
 def _capture(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
-    is_ours = (
-        getattr(getattr(own, "func", None), "__module__", None) == "regard.hf.attention"
-    )  # its regard.attention is captured
-    if args or not interceptions_of(module) or kwargs.get("cache") is not None or is_ours:
-        return own(module, query, key, value, attention_mask, *args, **kwargs)
     given = module, query, key, value, attention_mask
-    return guarded(lambda run: _route_call(own, *given, kwargs), partial(own, *given, **kwargs))
+    run = partial(own, *given, *args, **kwargs)
+    if args or kwargs.get("cache") is not None:
+        return run()
+    return guarded(lambda run: _route_call(own, run, *given, kwargs), run)
 
 
-def _route_call(own, module, query, key, value, attention_mask, kwargs):
+def _route_call(own, run, module, query, key, value, attention_mask, kwargs):
+    is_ours = getattr(getattr(own, "func", None), "__module__", None) == "regard.hf.attention"
+    if is_ours or not interceptions_of(module):  # our own regard.attention is captured
+        return run()
     if _name(own) == "flash_attention_forward":
         return _capture_flash(own, module, query, key, value, attention_mask, kwargs), None
     weights = None

@@ -107,6 +107,24 @@ def test_a_model_of_both_directions_that_sees_one(attention, take, wanted):
     assert codes(run_check("leak", model, make_text(), causal=False)) == wanted
 
 
+@pytest.mark.parametrize(("attention", "wanted"), [(Attention, ["RG116"]), (BothWays, [])])
+def test_a_configuration_for_both_directions(attention, wanted):
+    model = build(lambda: Pooled(attention, "mean"))
+    model.config = SimpleNamespace(use_bidirectional_attention="all", is_causal=None)
+    assert codes(run_check("leak", model, make_text())) == wanted
+    model.config.use_bidirectional_attention = "vision"
+    assert codes(run_check("leak", model, make_text())) == []
+
+
+def test_pooling_of_padding_that_no_batch_has():
+    """Rows of other lengths, the first too short to be judged: the two longest are padded here."""
+    mask = (torch.arange(32) < torch.tensor([[3], [25], [32]])).long()
+    batch = dict(input_ids=make_text(3) * mask, attention_mask=mask)
+    for take, wanted in (("count", ["RG202"]), ("last", [])):
+        found = run_check("padding", build(lambda take=take: Pooled(Attention, take)), batch)
+        assert codes(found) == wanted and all("on the left" in one.evidence for one in found)
+
+
 @pytest.mark.parametrize(("take", "wanted"), [("count", ["RG202"]), ("last", [])])
 def test_pooling_of_a_text_that_is_padded_on_the_left(take, wanted):
     mask = torch.ones(4, 32, dtype=torch.long)

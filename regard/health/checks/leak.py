@@ -26,19 +26,20 @@ RULE = Rule(
 )  # fmt: skip
 ONE_WAY = Rule(
     "RG116", "sees no later token", "a model that may see later tokens sees them", "warning",
-    needs="causal=False, and attention calls",
+    needs="causal=False, or a configuration for both directions, and attention calls",
     proves="Proves that every self-attention call hides all later keys, of a model that was said to see them.",
     cause="The code does not know the option for both directions, or the checkpoint's configuration leaves it out.",
     fix="Turn the causal mask off (is_causal=False, use_bidirectional_attention), or pass causal=True if it is meant.",
-    references=("sentence-transformers#3725",),
+    references=("sentence-transformers#3725", "transformers#46077"),
 )  # fmt: skip
 RULES = (RULE, ONE_WAY)
+BOTH_WAYS = (("use_bidirectional_attention", True), ("use_bidirectional_attention", "all"), ("is_causal", False))
 
 
 def check(trial: Trial) -> list[Finding]:
     trial.require_repeatable()
-    if trial._causal is False and (keys := find_one_way(trial)):
-        text = f"causal=False was said, and all {len(keys)} self-attention calls hide every later key."
+    if (said := asks_both_ways(trial)) and (keys := find_one_way(trial)):
+        text = f"{said}, and all {len(keys)} self-attention calls hide every later key."
         return trial.find(ONE_WAY, "warning", keys, text, "no later key visible in any self-attention call")
     leaks = [leak for leak in trial.leaks if leak.amount > trial.rounding]
     if not leaks:
@@ -55,6 +56,19 @@ def check(trial: Trial) -> list[Finding]:
         f"{remedy} Losses measured with this leak are too low: in generation the later tokens are not there. Pass "
         "causal=False if the model may see them.",
     )  # fmt: skip
+
+
+def asks_both_ways(trial: Trial) -> str:
+    """Who says that tokens see later ones, in a few words; nothing if nobody does."""
+    if trial._causal is not None:
+        return "" if trial._causal else "causal=False was said"
+    own = getattr(trial.model, "config", None)
+    for config in [getattr(one.call.module, "config", own) for one in trial.captured[1].values()]:
+        for name, wanted in BOTH_WAYS:
+            value = getattr(config, name, None)
+            if type(value) is type(wanted) and value == wanted:
+                return f"The configuration has {name}={value!r}"
+    return ""
 
 
 def find_one_way(trial: Trial) -> list[Key]:

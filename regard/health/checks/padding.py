@@ -7,6 +7,7 @@ the left with positions that count from the first token, and for an encoder's te
 from __future__ import annotations
 
 from inspect import signature
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ SEEN = Rule(
     proves="Proves that a text's outputs depend on its padding.",
     cause="The attention_mask is missing from the batch, or is not passed on to the attention call.",
     fix="Pass attention_mask (1 is text, 0 is padding) with the batch, and on to every attention call.",
+    references=("sentence-transformers#2569", "sentence-transformers#3208", "transformers#35909"),
 )  # fmt: skip
 MOVED = Rule(
     "RG203", "padding moves the text", "padding does not move the text", "warning",
@@ -50,6 +52,12 @@ ENCODER = Rule(
 RULES = (SEEN, MOVED, NEIGHBOUR, ENCODER)
 LEAST = 1e-3  # relative change: another length may take another kernel
 ADDED = 5  # tokens of padding
+POOLING = "; attention computes the same of the text: the pooling takes padding, or another token"
+POOLED = dict(
+    cause="The pooling counts tokens, averages over padding, or takes a fixed place that padding moves.",
+    fix="Average over the tokens that attention_mask shows, or take the first or last place that it shows.",
+)
+Calls: TypeAlias = dict[Key, CapturedCall]
 
 
 def check(trial: Trial) -> list[Finding]:
@@ -103,25 +111,18 @@ def check_given(trial: Trial) -> list[Finding]:
     )  # fmt: skip
 
 
-def given_pooled(
-    trial: Trial, output: Tensor, calls: dict[Key, CapturedCall], alone: TokenBatch, kept: Tensor
-) -> list[Finding]:
+def given_pooled(trial: Trial, output: Tensor, calls: Calls, alone: TokenBatch, kept: Tensor) -> list[Finding]:
     """The batch's own padding, of a model with one output per row, [B, C]."""
     other, after = trial.probe.capture(alone)
     amount = largest_change(output, other)
     if amount <= max(LEAST, trial.rounding):
         return []
-    same = [
-        key for key, call in calls.items()
-        if key in after and call.output.shape[2] > int(kept[-1]) and len(kept) == after[key].output.shape[2]
-        and relative_change(after[key].output, call.output[:, :, kept]) <= max(LEAST, trial.rounding)
-    ]  # fmt: skip
-    is_pooling = bool(calls) and len(same) == len(calls)
-    where = "; attention computes the same of the text: the pooling takes padding, or another token" * is_pooling
+    is_pooling = computes_same(trial, after, calls, kept)
+    where = POOLING * is_pooling
     return trial.find(
         SEEN if is_pooling or int(kept[0]) == 0 else MOVED, "note" if is_library_code(trial.model) else "warning", [],
         f"The same text without its padding gives a row output that differs by {amount:.2g} of its size{where}.",
-        f"relative change > {LEAST:g}",
+        f"relative change > {LEAST:g}", **(POOLED if is_pooling else {}),
     )  # fmt: skip
 
 
@@ -165,11 +166,9 @@ def check_made(trial: Trial) -> list[Finding]:
     short, whole = ids[:1, :length], ids[1:2]
     one = torch.zeros(1, dtype=torch.long, device=ids.device)
     first, second = (text.select(one + row) for row in (0, 1))
-    alone = trial.probe.run(with_mask(first, short, torch.ones_like(short)))
+    alone, bare = trial.probe.capture(with_mask(first, short, torch.ones_like(short)))
     beside = trial.probe.run(with_mask(second, whole, torch.ones_like(whole)))
-    if alone.ndim < 3:
-        return pooled(trial, text, short, whole, alone)
-    if alone.shape[:2] != short.shape:
+    if alone.ndim > 2 and alone.shape[:2] != short.shape:
         raise NotApplicable("the output has no row per token")
     counts = torch.arange(length, device=ids.device)[None]
     takes_positions = "position_ids" in accepted and not trial.differs_between(
@@ -183,17 +182,20 @@ def check_made(trial: Trial) -> list[Finding]:
         batch = with_mask(text.select(torch.cat([one, one + 1])), torch.cat([row, whole]), shown)
         if on_left and takes_positions:
             batch = batch.put("position_ids", (shown.cumsum(-1) - 1).clamp_min(0))
-        output = trial.probe.run(batch)
-        padded = output[:1, ADDED:] if on_left else output[:1, :length]
-        amount, other = largest_change(alone, padded), largest_change(beside, output[1:])
+        output, calls = trial.probe.capture(batch)
+        other = largest_change(*alone_in_batch(output, beside, 1))
         if other > trial.rounding:
             return trial.find(
                 NEIGHBOUR, "critical", [],
                 f"{ADDED} tokens of padding on the {'left' if on_left else 'right'} of one row change the output of "
                 f"the other by {other:.2g} of its size.", f"relative change of a row > {trial.rounding:.2g}",
             )  # fmt: skip
+        kept = shown[0].nonzero().flatten()
+        padded = alone_in_batch(output, alone, 0)[::-1] if alone.ndim < 3 else (alone, output[:1, kept])
+        amount = largest_change(*padded)
         if amount > trial.rounding:
-            return describe_made(trial, batch, shown == 0, amount, on_left)
+            is_pooling = alone.ndim < 3 and computes_same(trial, bare, calls, kept)
+            return describe_made(trial, batch, calls, shown == 0, amount, on_left, is_pooling)
     return []
 
 
@@ -202,9 +204,10 @@ def with_mask(batch: TokenBatch, ids: Tensor, shown: Tensor) -> TokenBatch:
     return batch.with_targets(ids).put("attention_mask", shown)
 
 
-def describe_made(trial: Trial, batch: TokenBatch, padding: Tensor, amount: float, on_left: bool) -> list[Finding]:
+def describe_made(
+    trial: Trial, batch: TokenBatch, calls: Calls, padding: Tensor, amount: float, on_left: bool, is_pooling: bool
+) -> list[Finding]:
     """The finding about padding made here that changes the text's outputs."""
-    calls = trial.probe.capture(batch)[1]
     one = [(key, call) for key, call in calls.items() if call.q.shape[2] == call.k.shape[2] == padding.shape[1]]
     visible = [key for key, call in one if bool(call.visible[..., ~padding[0], :][:1][..., padding[0]].any())]
     side = "left" if on_left else "right"
@@ -213,32 +216,32 @@ def describe_made(trial: Trial, batch: TokenBatch, padding: Tensor, amount: floa
         "of their size"
     )
     threshold = f"relative change of a row > {trial.rounding:.2g}, which rounding explains"
-    if visible or not on_left:
-        told = ", and text queries see padding keys." if visible else "."
-        severity = "note" if not visible and is_library_code(trial.model) else "warning"
-        return trial.find(SEEN, severity, visible[:1], text + told, threshold)
+    is_own = is_library_code(trial.model)  # SigLIP pools the last token by design
+    if is_pooling and on_left and not (any(map(trial.is_causal_call, trial.captured[1].values())) or pads_left(trial)):
+        is_own = True  # an encoder's first token, where nobody pads on the left
+    if visible or is_pooling or not on_left:
+        told = POOLING + "." if is_pooling else ", and text queries see padding keys." if visible else "."
+        severity, more = "note" if not visible and is_own else "warning", POOLED if is_pooling else {}
+        return trial.find(SEEN, severity, visible[:1], text + told, threshold, **more)
     if "position_ids" not in batch.named:
         return []  # nothing can tell the model where the text begins, and no batch is padded on the left
     return trial.find(
-        MOVED, "note" if is_library_code(trial.model) else "warning", [],
+        MOVED, "note" if is_own else "warning", [],
         f"{text}, although no text query sees padding: it moves the text to other positions.", threshold,
     )  # fmt: skip
 
 
-def pooled(trial: Trial, text: TokenBatch, short: Tensor, whole: Tensor, alone: Tensor) -> list[Finding]:
-    """Padding of a model with one output per row, [B, C]."""
-    pad = short.new_full((1, ADDED), trial.pad if trial.pad is not None else 0)
-    shown = torch.ones_like(whole.expand(2, -1)).clone()
-    shown[0, short.shape[1] :] = 0
-    both = text.select(torch.tensor([0, 1], device=short.device))
-    output = trial.probe.run(with_mask(both, torch.cat([torch.cat([short, pad], 1), whole]), shown))
-    amount = largest_change(*alone_in_batch(output, alone, 0))
-    if amount <= trial.rounding:
-        return []
-    return trial.find(
-        SEEN, "note" if is_library_code(trial.model) else "warning", [],  # SigLIP pools the last token by design
-        f"{ADDED} tokens of padding on the right, hidden by attention_mask, change the row's output by {amount:.2g} of "
-        "its size: the attention or the pooling reads them.", f"relative change of a row > {trial.rounding:.2g}",
+def pads_left(trial: Trial) -> bool:
+    return getattr(trial.tokenizer, "padding_side", "right") == "left"
+
+
+def computes_same(trial: Trial, alone: Calls, padded: Calls, kept: Tensor) -> bool:
+    """True if every attention call computes of a text alone what it computes of it at the places `kept` of row 0."""
+    pairs = [(call.output, padded[key].output) for key, call in alone.items() if key in padded]
+    fits = [a.shape[2] == len(kept) and b.shape[2] > int(kept[-1]) for a, b in pairs]
+    limit = max(LEAST, trial.rounding)
+    return bool(alone) and len(pairs) == len(alone) and all(fits) and all(
+        relative_change(a, b[:1, :, kept]) <= limit for a, b in pairs
     )  # fmt: skip
 
 

@@ -53,6 +53,22 @@ def plain_text(batch: TokenBatch, pad: int | None) -> TokenBatch:
     return replace(batch, args=tuple(args), named=named, labels=None, own=None)
 
 
+def choose_longest(batch: TokenBatch, pad: int | None, count: int) -> TokenBatch:
+    """The rows with most text, `count` at most, in their order: rows of fewer than 8 tokens only if there is no other.
+
+    >>> from regard.health.tokens.text import as_batch
+    >>> ids = torch.arange(48).view(3, 16)
+    >>> shown = (torch.arange(16) < torch.tensor([[9], [3], [12]])).long()
+    >>> batch = as_batch({"input_ids": ids, "attention_mask": shown}, torch.device("cpu"))
+    >>> choose_longest(batch, None, 2).ids[:, 0]
+    tensor([ 0, 32])
+    """
+    lengths = batch.text_mask(pad).sum(1)
+    rows = lengths.topk(min(count, len(lengths))).indices
+    rows = rows[lengths[rows] >= LEAST] if bool((lengths >= LEAST).any()) else rows
+    return batch.select(rows.sort().values)
+
+
 def _is_per_token(x: Tensor, ids: Tensor, batch: TokenBatch) -> bool:
     """True for an argument that belongs to the tokens of `ids`, not to an encoder's."""
     if batch.has_decoder and x.shape[:2] == batch.ids.shape:

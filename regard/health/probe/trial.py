@@ -17,7 +17,7 @@ from regard.health.measure.query_rows import pad_of
 from regard.health.probe.futures import Leak, change_later, find_leaks
 from regard.health.probe.losses import LossTasks
 from regard.health.probe.modes import checkpointing, implementation, training_without_dropout
-from regard.health.probe.plain import plain_text
+from regard.health.probe.plain import choose_longest, plain_text
 from regard.health.probe.probe import CapturedCall, Key, Probe, relative_change
 from regard.health.probe.rounding import budget, largest_change, rounding_noise
 from regard.health.probe.task import LossReading, Task, names_next_token, predicts_next_token
@@ -68,8 +68,12 @@ class Trial:
         return self._tokens
 
     @cached_property
+    def _longest_batch(self) -> TokenBatch:
+        return max(self.batches[:4], key=lambda batch: min(batch.ids.shape[0], SEQUENCES) * batch.ids.shape[1])
+
+    @cached_property
     def _tokens(self) -> TokenBatch:
-        whole = max(self.batches[:4], key=lambda batch: min(batch.ids.shape[0], SEQUENCES) * batch.ids.shape[1])
+        whole = self._longest_batch
         short = whole.cut(SEQUENCES, LENGTH)
         try:
             self.probe.run(short)
@@ -237,8 +241,10 @@ class Trial:
 
     @cached_property
     def text(self) -> TokenBatch:
-        """Two rows of text alone: without padding, positions, labels or masks of two axes; their mask is all ones."""
-        return plain_text(self.tokens, self.pad)
+        """Two long rows of text alone: no padding, positions, labels or masks of two axes; their mask is all ones."""
+        if self.tokens is self._longest_batch or self.tokens.has_decoder:
+            return plain_text(self.tokens, self.pad)
+        return plain_text(choose_longest(self._longest_batch, self.pad, SEQUENCES).cut(SEQUENCES, LENGTH), self.pad)
 
     def is_causal_call(self, one: CapturedCall) -> bool:
         """True if the call hides every later key from a query, by its own mask."""

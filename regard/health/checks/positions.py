@@ -11,12 +11,13 @@ import re
 import torch
 
 from regard.health.checks.distance_bias import last_bias, slopes_of
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.library import is_library_code
+from regard.health.probe.pixels import require_image, trace_pixels
 from regard.health.probe.probe import CapturedCall, Key, relative_change
 from regard.health.probe.repeated import capture_repeated
 from regard.health.probe.rotation import Rotation, depends_on_position, recover_rotation
-from regard.health.probe.rounding import largest_change
+from regard.health.probe.rounding import largest_change, row_changes
 from regard.health.probe.trial import Trial
 
 NEEDS = "token ids and attention calls"
@@ -46,7 +47,7 @@ MISSING = Rule(
     "are trained so on purpose",
     "Position embeddings are not added, or rotary positions are not applied.",
     "Add positions to the embeddings, rotate q and k, or add a relative bias.",
-    ("arXiv 2305.19466",),
+    ("arXiv 2305.19466", "annotated_deep_learning_paper_implementations#133"),
 )  # fmt: skip
 MIRRORED = Rule(
     "RG724", "before is as behind", "a text read backwards has other outputs", "warning", NEEDS,
@@ -62,6 +63,8 @@ ANGLE = 1e-3  # rad per position by which q and k may differ
 
 def check(trial: Trial) -> list:
     trial.require_repeatable()
+    if not trial.batches:
+        return find_missing_in_image(trial)
     calls = {key: one for key, one in capture_repeated(trial).items() if is_self_attention(one)}
     if not calls:
         raise NotApplicable("no self-attention call was captured")
@@ -133,6 +136,33 @@ def find_missing(trial: Trial, calls: dict[Key, CapturedCall]) -> list:
     how = "causal order alone tells places apart" if causal else "a swap of two tokens changes nothing elsewhere"
     severity = "note" if causal and not names_positions(trial) else "warning"
     return trial.find(MISSING, severity, [], f"No query, key or score depends on the position: {how}.")
+
+
+def find_missing_in_image(trial: Trial) -> list:
+    """[Finding] if two patches of an image can be exchanged and nothing else changes."""
+    patches = trace_pixels(trial)[1]
+    image = require_image(trial)
+    if any(p.ndim > 1 and not bool(p.any()) for p in trial.model.parameters()):
+        raise NotApplicable("a table of positions may be at its start: a parameter is 0 everywhere")
+    if not patches or any(2 * side > whole for side, whole in zip(patches[0].size, image.shape[2:], strict=True)):
+        raise NothingToCheck("the image holds less than four patches")
+    height, width = patches[0].size
+    down, right = (whole // side * side - side for side, whole in zip((height, width), image.shape[2:], strict=True))
+    ids = trial.sample.ids.clone()
+    swapped = require_image(trial, ids)  # the same numbers
+    first = ..., slice(0, height), slice(0, width)
+    last = ..., slice(down, down + height), slice(right, right + width)
+    swapped[first], swapped[last] = image[last], image[first]
+    before, after = (one if one.ndim > 2 else one[:, None] for one in (trial.captured[0], run_image(trial, ids)))
+    changed = int((row_changes(before, after) > trial.rounding).any(0).sum())
+    if changed > 2 * (before.shape[1] > 2) or not trial.differs(run_image(trial, trial.sample.ids.flip(2, 3))):
+        return []
+    severity = "note" if is_library_code(trial.model) else "warning"
+    return trial.find(MISSING, severity, [], "Two patches of an image can be exchanged, and nothing else changes.")
+
+
+def run_image(trial: Trial, image: torch.Tensor) -> torch.Tensor:
+    return trial.probe.run(trial.sample.with_ids(image))
 
 
 def find_mirrored(trial: Trial, calls: dict[Key, CapturedCall]) -> list:

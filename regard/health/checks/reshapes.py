@@ -24,7 +24,7 @@ RULE = Rule(
     proves="Proves that a head holds numbers of other tokens before or after its attention.",
     cause="view(B, H, N, d) reads the same numbers in another order, without an error.",
     fix="Split with view(B, N, H, d).transpose(1, 2) and join with transpose(1, 2).reshape(B, N, H·d).",
-    explains=("RG101", "RG102", "RG201", "RG206", "RG211", "RG24"),
+    explains=("RG101", "RG102", "RG201", "RG206", "RG211", "RG24", "RG736"),
 )  # fmt: skip
 RULES = (RULE,)
 LAYERS = 4  # whose output is tested

@@ -77,6 +77,22 @@ def test_what_a_token_reads(kind, wanted):
     assert found_by("places", make_vit(kind)) == wanted
 
 
+class Unplaced(ViT):
+    """Nothing names positions, so patches without an order may be meant."""
+
+    def __init__(self):
+        super().__init__()
+        del self.positions
+
+    def place(self, x):
+        return x
+
+
+def test_patches_without_an_order_that_are_meant():
+    model, batches, _ = make_vit(Unplaced)
+    assert [(one.code, one.severity) for one in run_check("positions", model, batches)] == [("RG723", "note")]
+
+
 class Hub(Windows):
     """The first place of every image gathers all others, as a class token may without attention."""
 

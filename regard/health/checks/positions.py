@@ -157,7 +157,7 @@ def find_missing_in_image(trial: Trial) -> list:
     changed = int((row_changes(before, after) > trial.rounding).any(0).sum())
     if changed > 2 * (before.shape[1] > 2) or not trial.differs(run_image(trial, trial.sample.ids.flip(2, 3))):
         return []
-    severity = "note" if is_library_code(trial.model) else "warning"
+    severity = "note" if is_library_code(trial.model) or not names_positions(trial) else "warning"
     return trial.find(MISSING, severity, [], "Two patches of an image can be exchanged, and nothing else changes.")
 
 
@@ -204,8 +204,9 @@ def moves_with_order(trial: Trial) -> bool:
 
 
 def names_positions(trial: Trial) -> bool:
-    """True if the configuration, or the name of a module or buffer, says that there are positions."""
+    """True if the configuration, or the name of a module, buffer or parameter, says that there are positions."""
     config = getattr(trial.model, "config", None)
     named = any(getattr(config, name, None) for name in ("rope_theta", "rope_parameters", "max_position_embeddings"))
-    known = [name for name, _ in (*trial.part.named_modules(), *trial.part.named_buffers())]
+    part = trial.part
+    known = [name for name, _ in (*part.named_modules(), *part.named_buffers(), *part.named_parameters())]
     return named or any(POSITIONS.search(name.rpartition(".")[2]) for name in known)

@@ -145,12 +145,14 @@ def write(parts: list[Path]) -> int:
         ]
         return "\n".join(lines) or "| none | |"
 
+    _, heading, checked = PAGE.read_text(encoding="utf-8").partition("\n## Under `regard check`")  # of another tool
     PAGE.write_text(
         HEAD.format(
             version=transformers.__version__, equal=count["equal"], own=count["own code"], refused=count["refused"],
             differs=count["differs"], unbuilt=count["not built"], names_equal=listed("equal"),
             names_own=listed("own code"), rows_refused=rows("refused", "differs"), rows_unbuilt=rows("not built"),
-        ),
+        )
+        + heading + checked,
         encoding="utf-8",
     )  # fmt: skip
     print(dict(count))

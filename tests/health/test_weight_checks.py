@@ -128,3 +128,18 @@ def test_a_norm_of_queries_that_never_runs_is_named():
     for layer in model.layers:
         layer.self_attn.forward = types.MethodType(LlamaAttention.forward, layer.self_attn)
     assert codes(run_check("qk_norm", model, batch)) == ["RG417"]
+
+
+def test_parameters_of_a_second_output_have_gradients():
+    class TwoTowers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.TransformerEncoderLayer(32, 4, batch_first=True) for _ in range(2))
+
+        def forward(self, x):
+            return self.first(x), self.second(x) if self.is_read else self.second(x).detach()
+
+    model = TwoTowers()
+    for model.is_read in (True, False):
+        found = run_check("gradients", model, torch.randn(2, 12, 32))
+        assert [one.code for one in found] == ([] if model.is_read else ["RG620"])

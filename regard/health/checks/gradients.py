@@ -5,9 +5,10 @@ The output is multiplied by fixed random numbers and differentiated once; no `.g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +70,24 @@ def check(trial: Trial) -> list:
 def differentiate(trial: Trial, text: TokenBatch, names: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
     """The gradients of these parameters, for random directions of the output."""
     with requiring_grad(names.values()), torch.enable_grad():
-        output = main_output(trial.probe.run_model(text))
-        if not output.requires_grad:
+        outputs = real_outputs(trial.probe.run_model(text))
+        if not outputs[0].requires_grad:
             raise NotApplicable("the model's output has no gradient: it runs under no_grad")
-        if not bool(torch.isfinite(output).all()):
+        if not bool(torch.isfinite(outputs[0]).all()):
             raise NotApplicable("the output is not finite")
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
-        grads = torch.autograd.grad((output * weights).sum(), list(names.values()), allow_unused=True)
+        generator = torch.Generator().manual_seed(0)
+        parts = [(x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in outputs if x.requires_grad]
+        total = torch.stack([part.double() for part in parts]).sum()
+        grads = torch.autograd.grad(total, list(names.values()), allow_unused=True)
     return dict(zip(names, grads, strict=True))
+
+
+def real_outputs(result: Any) -> list[Tensor]:
+    """The main output, and what a forward returns beside it: pooled vectors, features of another tower; if finite."""
+    main = main_output(result)
+    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, (tuple, list)) else ()
+    others = [x for x in parts if isinstance(x, Tensor) and x.is_floating_point() and x is not main]
+    return [main, *(x for x in others if bool(torch.isfinite(x).all()))]
 
 
 def with_segments(trial: Trial, text: TokenBatch) -> TokenBatch | None:

@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 Measurements = dict[str, float]
 
@@ -71,8 +72,90 @@ def measure_learned_alpha() -> Measurements:
     return times
 
 
+def check_weights_by_key(q: Any, k: Any, v: Any) -> None:
+    """Raises AssertionError unless `received` and `top_keys(8)` of a causal call are those of float64."""
+    import torch
+
+    import regard
+
+    _, stats = regard.attention(q, k, v, is_causal=True, enable_gqa=True, return_stats=("received", "top_keys(8)"))
+    _, weights = regard.reference.attention(*(x.double() for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    received = weights.sum(-2)
+    off = float((stats.received.double() - received).norm() / received.norm())
+    assert off < 1e-2, f"received is off by {off:.1e} of its size"
+    index, best = stats.top_keys.index, weights.topk(8, -1).values
+    found = weights.gather(-1, index.clamp_min(0)).masked_fill(index < 0, 0.0)  # float64's weights of the keys found
+    gap = float((found.sort(-1, descending=True).values - best).abs().max())
+    assert gap < 2e-2, f"top_keys found keys whose weights are {gap:.1e} below the largest"
+    off = float((stats.top_keys.weight.double() - found).abs().max())
+    assert off < 2e-2, f"the weights of top_keys are off by {off:.1e}"
+    assert bool((index[..., 0, 1:] == -1).all()), "the first row of a causal call has one key"
+    torch.testing.assert_close(
+        stats.received.double().sum(-1), torch.full_like(received[..., 0], q.shape[-2]), rtol=1e-2, atol=0
+    )
+
+
+def measure_weights_by_key() -> Measurements:
+    """`received` (at most 1.25 × the forward is asked), `top_keys(8)` (1.5 ×), beside eager's and FlagAttention's way.
+
+    Eager makes the N × N weights and reduces them. FlagAttention's sums over the queries are there if `flag_attn` is.
+    """
+    import importlib
+
+    import torch
+    from triton.testing import do_bench
+
+    import regard
+
+    try:
+        flag: Any = importlib.import_module("flag_attn")
+    except ImportError:
+        flag = None
+        print("flag_attn is not installed: its way is not measured", flush=True)
+
+    def eager(q: Any, k: Any, v: Any, reduce: Callable) -> Any:
+        s = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT) * q.shape[-1] ** -0.5
+        p = s.masked_fill(torch.ones(s.shape[-2:], device=s.device, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        return p @ v.repeat_interleave(q.shape[1] // v.shape[1], 1), reduce(p)
+
+    times: Measurements = {}
+    with torch.no_grad():
+        for b, h, g, n, d in (
+            (4, 16, 16, 2048, 64),
+            (4, 32, 8, 2048, 128),
+            (1, 32, 8, 8192, 128),
+            (1, 32, 8, 16384, 128),
+        ):
+            draw = lambda heads: torch.randn(b, heads, n, d, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+            q, k, v = draw(h), draw(g), draw(g)
+            check_weights_by_key(2 * q[:1, : h // g, :2048], k[:1, :1, :2048], v[:1, :1, :2048])
+            call = lambda **more: regard.attention(q, k, v, is_causal=True, enable_gqa=True, **more)  # noqa: E731
+            runs: dict[str, Callable] = {
+                "forward": call,
+                "received": lambda: call(return_stats=("received",)),
+                "top_keys(8)": lambda: call(return_stats=("top_keys(8)",)),
+                "eager, received": lambda: eager(q, k, v, lambda p: p.sum(-2, dtype=torch.float32)),
+                "eager, top_keys(8)": lambda: eager(q, k, v, lambda p: p.topk(8, -1)),
+            }
+            if flag is not None:
+                runs["FlagAttention, received"] = lambda: flag.flash_attention(
+                    q,
+                    k,
+                    v,
+                    causal=True,
+                    return_total_attention=True,
+                )
+            work = f"B {b}, H {h}/{g}, N {n}, d {d}"
+            for name, run in runs.items():
+                times[f"{work}, {name}"] = do_bench(run, return_mode="median")
+            for name in ("received", "top_keys(8)"):
+                times[f"{work}, {name} ÷ forward"] = times[f"{work}, {name}"] / times[f"{work}, forward"]
+    return times
+
+
 SECTIONS: dict[str, Callable[[], Measurements]] = {
     "learned alpha": measure_learned_alpha,
+    "weights by key": measure_weights_by_key,
 }
 
 

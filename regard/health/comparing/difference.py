@@ -123,3 +123,10 @@ def budgets_of(a: Run, noisy: Iterable[Run], size: float) -> dict[Key, float]:
 def beyond(changes: dict[Key, float], budgets: dict[Key, float]) -> list[Key]:
     """The places that differ by more than rounding."""
     return [key for key, number in changes.items() if not number <= budgets.get(key, 0.0)]
+
+
+def first_change(a: Run, b: Run) -> Key | None:
+    """The first output, or else the first place, that two runs do not have alike to the bit."""
+    found = beyond(changes_of(a, b), {})
+    ends = [key for key in found if key.part.startswith("out") or key.part == "attention"]
+    return next(iter(ends or found), None)

@@ -23,7 +23,7 @@ import torch
 
 from regard.health.comparing.causes.rotary import recover
 from regard.health.comparing.fingerprint import Fingerprint, check
-from regard.health.comparing.sketch import HEAD, HIDDEN, choose_tokens, sketch
+from regard.health.comparing.sketches import HEAD, HIDDEN, choose_tokens, sketch
 from regard.health.comparing.tensor_file import parse_json, read_tensors
 
 MAPPING = "regard.json"

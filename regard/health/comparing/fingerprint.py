@@ -1,7 +1,7 @@
 """`Fingerprint`: what a model computes on a few tokens, in a file of about 100 KB that another process can be held to.
 
 A safetensors file. Its metadata hold `format` and `fingerprint`, a JSON text of the facts; its tensors are sketches
-(see `sketch.py`) at chosen tokens: `layers.3.q`, `layers.3.output`, `logits.values`, … docs/fingerprint.md has the
+(see `sketches.py`) at chosen tokens: `layers.3.q`, `layers.3.output`, `logits.values`, … docs/fingerprint.md has the
 schema.
 """
 

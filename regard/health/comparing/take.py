@@ -16,7 +16,7 @@ from regard.health.capture.interception import as_written, check_model
 from regard.health.comparing.blocks import find_blocks, is_within
 from regard.health.comparing.causes.masks import describe_mask
 from regard.health.comparing.causes.queries import recover_call
-from regard.health.comparing.difference import SAFETY, beyond, change, changes_of, rounding_of
+from regard.health.comparing.difference import SAFETY, change, first_change, rounding_of
 from regard.health.comparing.fingerprint import WORDS, Fingerprint, is_given
 from regard.health.comparing.record import Key, Run, find_dtype, read_field, record
 from regard.health.comparing.sketches import list_modules, make_plan, make_sketches, sample_attention
@@ -84,7 +84,8 @@ def _take_batch(model: nn.Module, batch: Any, number: int) -> tuple[dict[str, An
     size = rounding_of(run)
     plan = make_plan(run, layers)
     tensors = make_sketches(run, layers, plan)
-    random = _find_random(run, record(model, batch, seed=SEEDS[0]))
+    key = first_change(run, record(model, batch, seed=SEEDS[0]))
+    random = "" if key is None else key.module or "the model"
     noisy = [make_sketches(record(model, batch, noise=size, seed=seed), layers, plan) for seed in SEEDS]
     budgets = {
         name: round(SAFETY * max(size, *(_gap(x, other.get(name)) for other in noisy)), 12)
@@ -112,13 +113,6 @@ def _take_batch(model: nn.Module, batch: Any, number: int) -> tuple[dict[str, An
         for one, kind in zip(facts["layers"], types, strict=True):
             one["type"] = str(kind)
     return facts, tensors | _tokens_of(batch, number)
-
-
-def _find_random(run: Run, other: Run) -> str:
-    """The first place that another run of the same batch does not repeat; empty if there is none."""
-    found = beyond(changes_of(run, other), {})
-    ends = [key for key in found if key.part.startswith("out") or key.part == "attention"]
-    return (ends or found)[0].module or "the model" if found else ""
 
 
 def _layers_of(run: Run, blocks: list[str]) -> list[tuple[str, list[Key]]]:

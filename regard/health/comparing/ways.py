@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from regard.health.checks.rule import NotApplicable, NothingToCheck
-from regard.health.comparing.difference import beyond, changes_of
+from regard.health.comparing.difference import first_change
 from regard.health.comparing.record import Key, Mode, record
 from regard.health.comparing.result import ModelComparison
 from regard.health.measure.batches import evaluation_mode, is_function
@@ -56,10 +56,7 @@ def is_training(model: nn.Module) -> bool:
 
 
 def _first_random(model: nn.Module, batch: Any, mode: Mode) -> Key | None:
-    first, second = (record(model, batch, seed=seed, mode=mode) for seed in (0, 1))
-    found = beyond(changes_of(first, second), {})
-    ends = [key for key in found if key.part.startswith("out") or key.part == "attention"]
-    return (ends or found)[0] if found else None
+    return first_change(*(record(model, batch, seed=seed, mode=mode) for seed in (0, 1)))
 
 
 def look_further(models: Models, batches: list[Any], found: ModelComparison, judge: Judge) -> ModelComparison:

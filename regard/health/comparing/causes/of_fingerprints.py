@@ -19,7 +19,7 @@ from regard.health.comparing.difference import SAFETY
 from regard.health.comparing.fingerprint import Fingerprint
 from regard.health.comparing.result import list_layers
 from regard.health.comparing.scores import Kept
-from regard.health.comparing.sketch import HEAD, HIDDEN
+from regard.health.comparing.sketches import HEAD, HIDDEN
 
 INNER = ("q", "k", "v", "mask", "scores", "attention")
 FACTS = ("scale", "softcap", "sink", "normalizer", "bias", "temperature", "mask", "heads", "groups", "width", "kind")
@@ -212,11 +212,6 @@ def _explain_scores(
                 f"{'none' if one is None else f'{one:g}'} in {name}" for one, name in zip(cap[1:], "AB", strict=True)
             )
             return f"{_lead(a, cap)}the soft caps of the logits differ: {said}.", tried
-    if "bias" in facts:
-        return f"{_lead(a, facts['bias'])}only {'A' if facts['bias'][1] else 'B'} adds a bias to the scores.", [
-            *tried,
-            "bias",
-        ]
     return None, tried
 
 

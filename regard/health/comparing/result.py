@@ -83,11 +83,6 @@ class ModelComparison:
     given: str = "each layer given the same input"
 
     @property
-    def meaning(self) -> str:
-        """Place and cause, as the first version of `compare` called them."""
-        return self.line
-
-    @property
     def line(self) -> str:
         """One line that a person can act on."""
         if self.same:

@@ -33,14 +33,10 @@ def explain_attention(pair: Pair) -> Trial:
             trial.explains(name, changed.compute(), sentence)
         if trial.found:
             return trial
-        facts = {
-            name: getattr(b, name) for name in ("scale", "softcap", "sink", "temperature", "choice", "bias", "visible")
-        }
         names = [name for name, _, _ in facts_that_differ(pair)]
         if len(names) > 1:
-            trial.explains(
-                "all of these", a.change(**facts).compute(), f"several facts of the call differ: {', '.join(names)}"
-            )
+            given = replace(b, q=a.q, k=a.k, v=a.v)
+            trial.explains("all of these", given.compute(), f"several facts of the call differ: {', '.join(names)}")
     for name, output, sentence in guess_outputs(pair):
         trial.explains(name, output, sentence)
     return trial
@@ -69,13 +65,9 @@ def facts_that_differ(pair: Pair) -> Iterator[tuple[str, Kept, str]]:
         yield "soft cap", a.change(softcap=b.softcap), f"The soft caps of the logits differ: {said}."
     if not _equal(a.sink, b.sink):
         said = (
-            "B leaves out A's sinks" if b.sink is None else "only B has sinks" if a.sink is None else "the sinks differ"
+            "B leaves out A's sinks" if b.sink is None else "Only B has sinks" if a.sink is None else "The sinks differ"
         )
-        yield (
-            "sink",
-            a.change(sink=b.sink),
-            f"{said[0].upper()}{said[1:]}: a logit per head in the softmax's denominator.",
-        )
+        yield "sink", a.change(sink=b.sink), f"{said}: a logit per head in the softmax's denominator."
     if not _equal(a.temperature, b.temperature):
         yield "temperature", a.change(temperature=b.temperature), "The temperatures that divide the logits differ."
     if a.choice is not None and b.choice is not None and a.choice.spec != b.choice.spec:

@@ -94,11 +94,8 @@ def _scales(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
 def _caps(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
     own = "none" if a.softcap is None else f"{a.softcap:g}"
     if a.softcap is not None:
-        yield (
-            "soft cap",
-            a.change(softcap=None).compute(),
-            f"The soft caps of the logits differ: {own} in A, none in B.",
-        )
+        said = f"The soft caps of the logits differ: {own} in A, none in B."
+        yield "soft cap", a.change(softcap=None).compute(), said
     fitted = fit_scalar(lambda c: a.change(softcap=c).compute(), target, max(float(s.abs().max()), 1e-3))
     for cap in (*CAPS, fitted):
         said = f"The soft caps of the logits differ: {own} in A, {cap:.4g} in B."
@@ -215,14 +212,9 @@ def _temperatures(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
         yield "a temperature by position", a.weigh(c * law[:, None] * s) @ v, said
     rising = f.flatten()[several].diff()
     if len(rising) > 2 and (bool((rising > -1e-3).all()) or bool((rising < 1e-3).all())):
-        said = (
-            f"from {float(f[several][0]):.3g} to {float(f[several][-1]):.3g}: a temperature that follows the position"
-        )
-        yield (
-            "a factor per query",
-            a.weigh(f * s) @ v,
-            f"B multiplies each query's logits by a number of its own, {said}.",
-        )
+        said = f"from {float(f[several][0]):.3g} to {float(f[several][-1]):.3g}: a temperature by position."
+        said = f"B multiplies each query's logits by a number of its own, {said}"
+        yield "a factor per query", a.weigh(f * s) @ v, said
 
 
 def _splits(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
@@ -249,14 +241,8 @@ def _factors(a: Kept, target: Tensor) -> Iterator[Guess]:
     f = fit_factor(o, target)
     yield "the output × a factor", f * o, f"B's output of attention is {f:.4g} times A's{name_factor(f)}."
     each = (o * target).sum(-1, keepdim=True) / o.square().sum(-1, keepdim=True).clamp_min(1e-30)
-    yield (
-        "rows that no longer sum to 1",
-        each * o,
-        (
-            "B's rows are A's times a factor per query and head: its weights do not sum to 1 (a gate, a sink, weights "
-            "that are dropped or not normalised)."
-        ),
-    )
+    said = "B's rows are A's times a factor per query and head: its weights do not sum to 1"
+    yield "rows that no longer sum to 1", each * o, f"{said} (a gate, a sink, weights dropped or not normalised)."
 
 
 def fit_scalar(output: Callable, target: Tensor, start: float = 1.0, rows: bool = False):

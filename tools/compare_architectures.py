@@ -33,9 +33,9 @@ KERNELS = ("sdpa", "flex_attention", "regard")
 PAIRS = (*KERNELS, "bfloat16", "bfloat16 regard", "alone", "fingerprint regard", "fingerprint bfloat16")
 HEAD = """# Pairs that compute the same
 
-{count} model types of transformers {version}, made small from their configurations with random weights, were compared by
-`regard.compare` with a copy that computes the same, on two padded rows of 12 tokens (`tools/compare_architectures.py`).
-A pair is right if the comparison says "the same within rounding".
+{count} model types of transformers {version}, made small from their configurations with random weights, were compared
+by `regard.compare` with a copy that computes the same, on two padded rows of 12 tokens
+(`tools/compare_architectures.py`). A pair is right if the comparison says "the same within rounding".
 
 | eager in float32 against | same | another | not run |
 | --- | --- | --- | --- |

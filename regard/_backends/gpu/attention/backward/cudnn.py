@@ -8,16 +8,19 @@ or one whose forward is ours because it is faster, has cuDNN's backward all the 
 from __future__ import annotations
 
 from functools import cache
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from regard._backends.gpu.attention.backward.call import BackwardCall
-from regard._call.problem import Forward, Gradients, Problem, Upstream
+from regard._call.problem import MARKS, Forward, Gradients, Problem, Upstream
 from regard._facts.device import has_bulk_copies
 
 WIDEST = 256  # head width
+# every option with words in refusals, so that a new one is refused until somebody allows it here
+unknown_options = attrgetter(*(x for x, mark in MARKS.items() if mark.words and x not in ("stats", "dropout_p")))
 
 
 def why_not(p: Problem, has_statistics: bool) -> str | None:
@@ -30,9 +33,7 @@ def why_not(p: Problem, has_statistics: bool) -> str | None:
         return f"normalizer {p.choice.spec}"
     if has_statistics:
         return "gradients of statistics"
-    biases = p.bias, p.row_bias, p.relative
-    options = p.softcap, p.score, *biases, p.mask, p.interval, p.temperature, p.sink, p.key_lengths, p.left, p.right
-    if any(option is not None for option in options) or p.dropout_p or p.first_query or p.scale <= 0:
+    if any(option is not None for option in unknown_options(p)) or p.dropout_p or p.first_query or p.scale <= 0:
         return "options other than causal order and scale"
     if p.causal and p.q.shape[2] != p.k.shape[2]:
         return "causal order over another number of keys"

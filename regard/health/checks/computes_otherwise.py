@@ -130,6 +130,11 @@ def list_readings(one: CapturedCall) -> Iterator[Reading]:
             word = "more" if step > 0 else "fewer"
             yield f"Its window is one key {word} than it is given", masked(shifted)
     yield "It ignores the window", masked(causal & keys)
+    if call.options.get("softcap") is not None:
+        yield (
+            "It applies the soft cap after the mask, so that hidden keys keep a weight",
+            lambda: capped_late(one, visible),
+        )
     for name in ("softcap", "sink", "score_mod"):
         if call.options.get(name) is not None:
             meaning = dict(softcap="the soft cap", sink="the sinks", score_mod="the change of scores")[name]
@@ -189,6 +194,13 @@ def over_queries(one: CapturedCall, visible: Tensor) -> Tensor:
 def without_softmax(one: CapturedCall, visible: Tensor) -> Tensor:
     s, v = scores(one)
     return (s.masked_fill(~visible, 0.0) @ v).to(one.output.dtype)
+
+
+def capped_late(one: CapturedCall, visible: Tensor) -> Tensor:
+    s, v = scores(one)
+    cap = float(one.call.options["softcap"])
+    s = cap * (s / cap).tanh()
+    return (s.masked_fill(~visible, -cap).softmax(-1) @ v).to(one.output.dtype)
 
 
 def masked_late(one: CapturedCall, visible: Tensor) -> Tensor:

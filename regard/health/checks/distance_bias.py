@@ -142,10 +142,11 @@ def last_bias(one: CapturedCall) -> Tensor | None:
 
 
 def is_same_everywhere(row: Tensor) -> bool:
-    """True if each head adds one number, not 0 in all of them, at every key before the query."""
+    """True if each head adds a number of its own, not 0 in all of them, at every key before the query."""
     before = row[:, :-1]
     size = before.abs().amax(-1, keepdim=True)
-    return bool(((before - before[:, :1]).abs() <= LINEAR * size).all()) and bool((size > LINEAR).any())
+    has_own = float(before[:, 0].max() - before[:, 0].min()) > LINEAR * float(size.max())
+    return has_own and bool(((before - before[:, :1]).abs() <= LINEAR * size).all()) and bool((size > LINEAR).any())
 
 
 def slopes_of(row: Tensor) -> Tensor | None:

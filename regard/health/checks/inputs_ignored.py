@@ -1,5 +1,7 @@
 """Inputs ignored: other rows, tokens or images leave the output as it is."""
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.probe import main_output, relative_change
 from regard.health.probe.trial import Trial
+from regard.health.tokens.text import TokenBatch
 
 RULE = Rule(
     "RG806", "inputs ignored", "the output depends on the input", "critical", needs="two rows that differ",
@@ -16,6 +19,20 @@ RULE = Rule(
 )  # fmt: skip
 RULES = (RULE,)
 LEAST = 1e-6  # relative change between two rows
+LEAST_DOUBLE, MOST_WEIGHTS = 1e-12, 50_000_000  # of a copy in float64, which tells a small change from rounding
+
+
+def differs_in_double(trial: Trial, batch: TokenBatch) -> bool:
+    """True if the two rows differ where the model computes in float64."""
+    if sum(p.numel() for p in trial.model.parameters()) > MOST_WEIGHTS:
+        return False
+    try:
+        model = copy.deepcopy(trial.model).double()
+        wide = batch.map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x)
+        output = main_output(model(*wide.args, **wide.named))
+    except Exception:  # a dtype that the user's code fixes
+        return False
+    return relative_change(output[0], output[1]) > LEAST_DOUBLE
 
 
 def check(trial: Trial) -> list[Finding]:
@@ -29,7 +46,7 @@ def check(trial: Trial) -> list[Finding]:
         if not bool(torch.isfinite(output[:2]).all()):
             raise NotApplicable("the output is not finite")
         amount = relative_change(output[0], output[1])
-        if amount > LEAST:
+        if amount > LEAST or differs_in_double(trial, batch):
             return []
         return trial.find(
             RULE, "critical", [],

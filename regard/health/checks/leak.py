@@ -22,7 +22,7 @@ RULE = Rule(
     "tokens from one that may not: causal=True, a class that predicts the next token, labels, or causal layers say so.",
     cause="A mask is missing, shifted, soft or too short in one layer, or something mixes tokens outside attention.",
     fix="Give this layer is_causal=True, or a bool mask with tril() that is as long as the text.",
-    explains=("RG103", "RG104", "RG105", "RG106", "RG107", "RG206", "RG211"),
+    explains=("RG103", "RG104", "RG105", "RG106", "RG107", "RG206", "RG211", "RG803"),
 )  # fmt: skip
 ONE_WAY = Rule(
     "RG116", "sees no later token", "a model that may see later tokens sees them", "warning",

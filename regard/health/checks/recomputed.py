@@ -61,7 +61,7 @@ def run_twice(trial: Trial, switched: bool = False) -> dict[str, float]:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return
         if not is_backward:
-            first[name].append(x.detach())
+            first[name].append(x.detach().clone())  # the next module may work in place
             return
         alike = [relative_change(before, x.detach()) for before in first[name] if before.shape == x.shape]
         found[name] = max(found.get(name, 0.0), min(alike, default=float("inf")))

@@ -24,25 +24,25 @@ SCALE = Rule(
     proves="Proves that the model predicts this text better with another scale.",
     cause="The scale differs from the one that the model was trained with.",
     fix="Use the scale that the model was trained with.",
-    what_if=("scale=sqrt", "qk_norm"),
+    what_if=("scale=sqrt", "qk_norm"), explains=("RG8",),
 )  # fmt: skip
 ORDER = Rule(
     "RG403", "heads in another order", "no other order of heads lowers the loss", "warning", needs="a loss",
     proves="Proves that the model predicts this text better with its heads in another order.",
     cause="repeat and repeat_interleave were confused, or heads were exchanged in a conversion.",
-    fix="Compare the order of heads with that of the model it was converted from.",
+    fix="Compare the order of heads with that of the model it was converted from.", explains=("RG8",),
 )  # fmt: skip
 EXCHANGED = Rule(
     "RG404", "q and k exchanged", "exchanging q and k does not lower the loss", "warning", needs="a loss",
     proves="Proves that the model predicts this text better with q and k exchanged.",
     cause="The conversion named the query weights as key weights.",
-    fix="Exchange the query and key weights.",
+    fix="Exchange the query and key weights.", explains=("RG8",),
 )  # fmt: skip
 ROTARY = Rule(
     "RG405", "rotary positions off", "no other rotation of q or k lowers the loss", "warning", needs="a loss",
     proves="Proves that the model predicts this text better with other rotary positions.",
     cause="Positions of a cache are off, or one side is not rotated.",
-    fix="Rotate queries and keys by the same positions.",
+    fix="Rotate queries and keys by the same positions.", explains=("RG8",),
 )  # fmt: skip
 RULES = (SCALE, ORDER, EXCHANGED, ROTARY)
 GAIN = 0.05  # of the loss, at least

@@ -19,6 +19,7 @@ RULES = (RULE,)
 
 def check(trial: Trial) -> list[Finding]:
     trial.require_repeatable()
+    trial.require_sequences()
     tokens, output = trial.sample, trial.captured[0]
     rows = tokens.targets.shape[0]
     if rows < 2 or output.shape[0] != rows:

@@ -1,10 +1,11 @@
 """Sequences mixed: one sequence of a batch changes the output of another, as attention over the batch axis does."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
@@ -19,14 +20,17 @@ RULE = Rule(
     cause="Attention, a norm or a convolution runs over the batch axis.",
     fix="Check which axis is the batch: batch_first=True for nn.MultiheadAttention, (B, H, N, d) for "
     "scaled_dot_product_attention.",
-    explains=("RG212", "RG213"),
+    explains=("RG202", "RG203", "RG212", "RG213", "RG803"),
 )  # fmt: skip
 RULES = (RULE,)
+PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech|media|eoi|boi).*_token_(id|index)$")
 
 
 def check(trial: Trial) -> list[Finding]:
     trial.require_repeatable()
+    trial.require_sequences()
     tokens = trial.sample
+    held = None if tokens.ids.is_floating_point() else placeholders_of(trial.model).to(tokens.ids)
     batch = tokens.ids.shape[0]
     if batch < 2:
         raise NotApplicable("the batches hold one sequence each")
@@ -37,7 +41,10 @@ def check(trial: Trial) -> list[Finding]:
         where = torch.zeros(tokens.ids.shape[:2], dtype=torch.bool, device=tokens.ids.device)
         where[changed] = True
         kept = [row for row in range(batch) if not bool(where[row].any())]
-        other = tokens.with_ids(exchange_tokens(tokens.ids, where))
+        ids = exchange_tokens(tokens.ids, where)
+        if held is not None and len(held):  # an image's places are filled from the batch's images in their order
+            ids = torch.where(torch.isin(tokens.ids, held) | torch.isin(ids, held), tokens.ids, ids)
+        other = tokens.with_ids(ids)
         after = outputs_of(trial.probe.run_model(other), batch)
         amounts = {name: relative_change(x[kept], after[name][kept]) for name, x in before.items() if name in after}
         name = max(amounts, key=lambda one: amounts[one])
@@ -45,6 +52,13 @@ def check(trial: Trial) -> list[Finding]:
             require_single_rows(trial)
             return report(trial, kept, other, f" {name!r}" if len(before) > 1 else "", amounts[name])
     return []
+
+
+def placeholders_of(model: nn.Module) -> Tensor:
+    """The ids of tokens that stand for images, sounds or videos, by the entries of the configuration."""
+    config = getattr(model, "config", None)
+    found = [value for name, value in vars(config).items() if PLACEHOLDER.search(name)] if config is not None else []
+    return torch.tensor(sorted({value for value in found if isinstance(value, int)}), dtype=torch.long)
 
 
 def require_single_rows(trial: Trial) -> None:

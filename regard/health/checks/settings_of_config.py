@@ -29,7 +29,7 @@ RULES = (
         "a number or switch of a module is not the one that the library's class makes from this configuration",
         "The module was changed after it was built, or the configuration was.",
         "Build the model from its configuration and load the weights again, or mend the configuration.",
-        (), explains=("RG1", "RG2", "RG3", "RG401", "RG410", "RG411", "RG412", "RG413", "RG416", "RG8"),
+        (), explains=("RG1", "RG2", "RG3", "RG401", "RG410", "RG411", "RG412", "RG413", "RG416", "RG240", "RG8"),
     ),
 )  # fmt: skip
 
@@ -79,6 +79,8 @@ def list_differences(module: nn.Module, fresh: nn.Module) -> list[tuple[str, Any
     own, other = vars(module), vars(fresh)
     names = [name for name in own if name in other and name[0] != "_" and not is_ignored(name)]
     both = [(name, own[name], other[name]) for name in names]
+    if hasattr(module, "set_shift_and_window_size"):  # Swin's blocks set them by the image
+        both = [one for one in both if one[0] not in ("shift_size", "window_size")]
     plain = [(name, a, b) for name, a, b in both if isinstance(a, PLAIN) and isinstance(b, PLAIN)]
     return [(name, a, b) for name, a, b in plain if not is_same(a, b)]
 

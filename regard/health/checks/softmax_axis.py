@@ -14,7 +14,7 @@ AXIS = Rule(
     "scores q kᵀ went through a softmax over another axis than the one that is summed with the values",
     "softmax(dim=…) counts from the wrong end, or q and k were multiplied in the other order.",
     "Use softmax(dim=-1) on scores [batch, heads, queries, keys].",
-    explains=("RG1", "RG2", "RG3", "RG620", "RG701"),
+    explains=("RG1", "RG2", "RG3", "RG620", "RG701", "RG8"),
 )  # fmt: skip
 SUMS = Rule(
     "RG711", "weights do not add up to 1", "weights of a query add up to 1", "warning", NEEDS,

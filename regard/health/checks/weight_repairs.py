@@ -140,7 +140,7 @@ def list_inner_repairs(trial: Trial, inner: dict[str, list[tuple[str, Tensor]]])
         heads, d = one.q.shape[1], one.q.shape[-1]
         yield from list_orders(inner, heads, d)
         yield from list_groupings(inner, heads, one.k.shape[1])
-        yield from list_pairings(inner, d)
+        yield from list_pairings(inner, heads, d)
 
 
 def list_repairs_of_one_layer(trial: Trial) -> Iterator[WeightRepair]:
@@ -197,6 +197,17 @@ def exchange(inner: dict[str, list[tuple[str, Tensor]]], pairs: list[tuple[str, 
                 for (name, x), (other, y) in zip(first, second, strict=True):
                     found[name], found[other] = y.detach().clone(), x.detach().clone()
     return found
+
+
+def is_projection(role: str) -> bool:
+    """True for the weight or bias of a projection to q, k or v."""
+    name = role.replace(".bias", ".weight")
+    return any(part.search(name) for part in (QUERIES, KEYS, VALUES))
+
+
+def interleave(shape: tuple[int, int], x: Tensor) -> Tensor:
+    """x [a·b, …] with its rows laid out as (a, b) laid out as (b, a)."""
+    return x.unflatten(0, (-1, *shape)).transpose(1, 2).flatten(0, 2)
 
 
 def list_norms(inner: dict[str, list[tuple[str, Tensor]]]) -> Iterator[WeightRepair]:
@@ -279,8 +290,13 @@ def regroup(dim: int, shape: tuple[int, ...], x: Tensor) -> Tensor:
     return x.movedim(dim, 0).unflatten(0, shape).transpose(0, 1).flatten(0, 2).movedim(0, dim)
 
 
-def list_pairings(inner: dict[str, list[tuple[str, Tensor]]], d: int) -> Iterator[WeightRepair]:
-    """Rows of q and k that stand as rotary pairs side by side where halves are meant, and the other way round."""
+def list_pairings(inner: dict[str, list[tuple[str, Tensor]]], heads: int, d: int) -> Iterator[WeightRepair]:
+    """Rows of q, k and v that stand number by number, and those of q and k in rotary pairs for halves; and back."""
+    for words, shape in (("number by number", (d, heads)), ("head by head", (heads, d))):
+        whole = [pair for role, members in inner.items() if is_projection(role) for pair in members]
+        if whole and all(len(p) % (heads * d) == 0 for _, p in whole):
+            text = f"The rows of q, k and v stand {words}, and are read the other way"
+            yield on_all(text, whole, partial(interleave, shape))
     rows = [
         pair
         for role, members in inner.items()

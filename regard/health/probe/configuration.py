@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from regard.health.probe.trial import Trial
 
 BASES = ("rope_theta", "rotary_emb_base", "rotary_base", "rotary_embedding_base", "rope_base")
-FRACTIONS = ("partial_rotary_factor", "rotary_pct", "rope_pct")
-WIDTHS = ("qk_rope_head_dim", "rotary_dim", "rotary_ndims")
+FRACTIONS = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_percentage")
+WIDTHS = ("qk_rope_head_dim", "rotary_dim", "rotary_ndims", "rope_n_elem")
 
 
 @dataclass(frozen=True)

@@ -86,11 +86,12 @@ def print_row(row: dict[str, Any]) -> None:
     """Prints the state of regard, which rivals found it, and what regard says."""
     state = "named" if row["named"] else "found" if row["found"] else "MISSED"
     others = ", ".join(name for name, one in row["rivals"].items() if one["says"])
-    print(f"{row['slug']:38} {state:7} {row['seconds']:6.1f} s  {row['link']}{f'  also {others}' if others else ''}")
+    also = f"  also {others}" if others else ""
+    print(f"{row['slug']:38} {state:7} {row['seconds']:6.1f} s  {row['link']}{also}", flush=True)
     for line in row["says"][:3]:
         print(f"    {line[:200]}")
     for line in row["false_alarms"]:
-        print(f"    FALSE ALARM ON THE TWIN: {line[:200]}", flush=True)
+        print(f"    FALSE ALARM ON THE TWIN: {line[:200]}")
 
 
 def main() -> int:
@@ -110,7 +111,7 @@ def main() -> int:
     if options.json:
         options.json.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
     if options.page:
-        options.page.write_text(make_page(rows), encoding="utf-8")
+        options.page.write_text(make_page(rows, len(list_bugs())), encoding="utf-8")
     print(f"\n{'':14}" + "".join(f"{word:>26}" for word in COUNTED))
     for name, counts in summarise(rows).items():
         print(f"{name:14}" + "".join(f"{text:>26}" for text in counts))

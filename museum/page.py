@@ -33,8 +33,10 @@ def share(count: int, rows: list[dict[str, Any]]) -> str:
     return f"{count} of {len(rows)} ({count / max(len(rows), 1):.0%})"
 
 
-def make_page(rows: list[dict[str, Any]]) -> str:
-    """Returns the Markdown of the whole page."""
+def make_page(rows: list[dict[str, Any]], count: int | None = None) -> str:
+    """Returns the Markdown of the whole page; `count`: the museum's bugs, if not all were scored."""
+    missing = 0 if count is None else count - len(rows)
+    left = f" {missing} more bugs of the museum were not scored in this run." if missing > 0 else ""
     head = "| tool | " + " | ".join(COUNTED) + " |\n| --- | ---: | ---: | ---: | ---: |\n"
     board = "\n".join(f"| {name} | {' | '.join(counts)} |" for name, counts in summarise(rows).items())
     used = list(rows[0]["rivals"]) if rows else []
@@ -44,10 +46,11 @@ def make_page(rows: list[dict[str, Any]]) -> str:
 
 {len(rows)} public bugs of attention, each made again as a small patch of a small model in `museum/`, beside the same
 model without it. `python -m museum` checks both and prints this scoreboard; `python -m museum SLUG` one of them. Each
-tool is given the model and its batches, and nothing else.
+tool is given the model and its batches, and nothing else.{left}
 
 *Found*: a failure that the sound twin does not have. *Named*: its line has a word of the cause (`NEEDS` in the bug's
-file); what rivals say is not judged. An alarm on a sound twin counts whatever it says.
+file); what rivals say is not judged. An alarm on a sound twin counts whatever it says. Those who wrote the checks knew
+these bugs, so that regard's rate here is not one of unseen bugs.
 
 {head}{board}
 

@@ -89,6 +89,26 @@ def test_a_part_of_a_stacked_projection_without_gradient_is_named():
     assert "rows 32 to 47 of 48 in qkv.weight" in found[0].evidence
 
 
+class Scaled(KeysForValues):
+    """A parameter that training alone follows, a second output uses, or nothing does."""
+
+    def __init__(self, use):
+        super().__init__(True)
+        self.use, self.scale = use, nn.Parameter(torch.ones(1, 16))
+
+    def forward(self, ids):
+        output = super().forward(ids)
+        if self.use == "training":
+            return output * (self.scale if self.training else self.scale.detach()).mean()
+        pooled = self.embedding(ids).mean(1) * (self.scale if self.use == "second" else 1.0)
+        return {"logits": output, "pooled": pooled}
+
+
+@pytest.mark.parametrize(("use", "wanted"), [("training", []), ("second", []), ("nowhere", ["RG620"])])
+def test_where_a_parameter_gets_its_gradient(use, wanted):
+    assert codes(run_check("gradients", Scaled(use), random_ids())) == wanted
+
+
 class Empty(nn.Module):
     """Attention whose first row sees no key, with its NaN replaced in the output and not in the gradient."""
 

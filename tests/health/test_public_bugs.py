@@ -156,10 +156,22 @@ def test_labels_of_padding_and_of_the_end(hides, wanted):
     assert codes(run_check("labels", build(Labelled), batch)) == wanted
 
 
+class LikeT5(scale_missing.NoScale):
+    """No 1/√d beside a bias by distance, as T5 was trained: its weights hold the factor."""
+
+    def score(self, q, k):
+        places = torch.arange(q.shape[-2])
+        return (
+            super().score(q, k)
+            + torch.linspace(-1, 1, self.heads)[:, None, None] * (places[:, None] - places).abs().sqrt()
+        )
+
+
 @pytest.mark.parametrize(
     ("attention", "says"),
     [
-        (Attention, None), (scale_missing.NoScale, "is 1: they are not divided"), (scale_reversed.Reversed, "is 1/d"),
+        (Attention, None), (LikeT5, None),
+        (scale_missing.NoScale, "is 1: they are not divided"), (scale_reversed.Reversed, "is 1/d"),
         (scale_of_the_model_width.ModelWidth, "is 1/√width"),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from regard._call.scores import resolve_scale
+from regard.health.checks.distance_bias import last_bias
 from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.configuration import LayerConfig, layer_config, yarn_scale
 from regard.health.probe.probe import CapturedCall, Key
@@ -83,8 +84,10 @@ def check_by_hand(trial: Trial, inside: dict[Key, Inside]) -> list:
         if None in ratios or layer_config(trial, one) is not None:
             continue  # a norm or another map lies between the projection and the call, or a configuration says more
         used = float(scale) * ratios[0][1] * ratios[1][1]  # type: ignore[index]
-        names = {"1: they are not divided by √d": 1.0, "√d": d**0.5, "1/√width of the model": (heads * d) ** -0.5}
+        names = {"√d": d**0.5, "1/√width of the model": (heads * d) ** -0.5}
         names["1/d, which muP alone asks"] = 1 / d
+        if last_bias(one) is None:  # beside a relative bias T5 and its kin leave the scale at 1
+            names["1: they are not divided by √d"] = 1.0
         name = next((name for name, known in names.items() if abs(used / known - 1) < OFF), None)
         if name is not None and d > 1:
             found.append((key, name))

@@ -310,6 +310,22 @@ def test_models_trained_apart_are_compared_by_their_code(models):
     assert all(torch.equal(x, kept[name]) for name, x in other.state_dict().items())
 
 
+class Stateful(TinyLM):
+    """Its state_dict holds what is no tensor."""
+
+    def get_extra_state(self):
+        return {"step": 3}
+
+    def set_extra_state(self, state):
+        raise AssertionError("the extra state is no weight")
+
+
+def test_an_extra_state_is_no_weight(models):
+    a, b = (Stateful(layers=1, heads=4, width=32, length=32).eval() for _ in range(2))
+    found = regard.compare(a, b, models[2])
+    assert not found.same and "With A's weights in B both compute the same." in found.notes[-1]
+
+
 class Buckets(nn.Module):
     """A bias by T5's buckets of the distance."""
 

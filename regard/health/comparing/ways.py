@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from regard.health.checks.rule import NotApplicable, NothingToCheck
+from regard.health.comparing.causes.modules import is_same
 from regard.health.comparing.difference import first_change
 from regard.health.comparing.record import Key, Mode, record
 from regard.health.comparing.result import ModelComparison
@@ -25,7 +25,6 @@ Models = tuple[nn.Module, nn.Module]
 Judge = Callable[..., ModelComparison]  # (batches, mode)
 SHORTEST, LONGEST = 4, 64  # tokens that are decoded
 EVALUATED = "Both were compared in evaluation mode."
-WEIGHTS = "weights are other ones"  # in a cause that names weights
 MOST = 0.5  # of all weights: if more differ, the models were trained apart
 
 
@@ -114,19 +113,22 @@ def _find_decoding(models: Models, batch: Any) -> Callable[[nn.Module], Any] | s
 
 def separate_weights(models: Models, found: ModelComparison, judge: Callable[[], ModelComparison]) -> ModelComparison:
     """Compare models that were trained apart once more with A's weights in B: what their code does otherwise."""
-    own, given = (dict(one.state_dict()) for one in models)
-    if WEIGHTS not in found.cause or own.keys() != given.keys():
+    own, given = (
+        {name: x for name, x in one.state_dict().items() if isinstance(x, torch.Tensor)} for one in models
+    )  # a module's extra state may be anything
+    if own.keys() != given.keys() or any(own[name].shape != x.shape for name, x in given.items()):
         return found
-    if any(own[name].shape != x.shape or own[name].is_meta for name, x in given.items()):
+    if any(x.is_meta for x in (*own.values(), *given.values())):
         return found
-    differ = [name for name, x in given.items() if not torch.equal(own[name].to(x), x)]
+    differ = [name for name, x in given.items() if not is_same(own[name], x)]
     if len(differ) <= MOST * len(given):
         return found
     before = {name: x.detach().clone() for name, x in given.items()}
-    with contextlib.ExitStack() as stack:
-        stack.callback(models[1].load_state_dict, before)
-        models[1].load_state_dict(own)
+    try:
+        models[1].load_state_dict(own, strict=False)
         code = judge()
+    finally:
+        models[1].load_state_dict(before, strict=False)
     said = f"{len(differ)} of {len(given)} weights differ: the models were trained apart."
     if code.same:
         return replace(found, notes=[*found.notes, f"{said} With A's weights in B both compute the same."])

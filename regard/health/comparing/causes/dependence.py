@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from regard.health.comparing.causes.trial import EXACT
 from regard.health.comparing.difference import as_rows, change
 from regard.health.comparing.record import Key, Mode, Run, record
 from regard.health.tokens.forms import is_ids
 from regard.health.tokens.text import TokenBatch
-
-EXACT = 1e-5  # relative: what is changed elsewhere moves a place by less
 
 
 class Probe(NamedTuple):

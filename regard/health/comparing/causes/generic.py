@@ -9,10 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from regard.health.comparing.causes.trial import Trial, fit_factor, name_factor, round_through
+from regard.health.comparing.causes.trial import CAPS, Trial, fit_factor, name_factor, round_through
 from regard.health.comparing.difference import change
 
-CAPS = (15.0, 20.0, 30.0, 50.0)  # soft caps of logits
 ROWS = 4  # rows for each number that is fitted per column, at least
 
 

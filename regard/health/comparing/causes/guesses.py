@@ -13,11 +13,10 @@ from torch import Tensor
 
 from regard import normalizers
 from regard.health.comparing.causes.masks import explain_masks, other_masks
-from regard.health.comparing.causes.trial import EXACT, fit_factor, name_factor, round_through
+from regard.health.comparing.causes.trial import CAPS, EXACT, fit_factor, name_factor, round_through
 from regard.health.comparing.difference import change
 from regard.health.comparing.scores import Kept
 
-CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)  # soft caps in use
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 GROUPS = "it repeats whole groups where A repeats each head (repeat, repeat_interleave)."
 Guess = tuple[str, Tensor | None, str]  # what is tried, the output, the sentence if it is B's

@@ -51,7 +51,7 @@ def _try_weights(trial: Trial, x: Tensor, a: nn.Module, b: nn.Module, others: Ot
     elif set(given) - set(own) and set(own) <= set(given):
         more = ", ".join(sorted(set(given) - set(own)))
         trial.explains("a bias added", _run(b, x, {}), f"B has {more}, which A has not.")
-    differs = [name for name in own if name in given and not _same(own[name], given[name])]
+    differs = [name for name in own if name in given and not is_same(own[name], given[name])]
     if not differs:
         return
     trial.tried.append("weights")
@@ -67,7 +67,8 @@ def _try_weights(trial: Trial, x: Tensor, a: nn.Module, b: nn.Module, others: Ot
     trial.explains("weights and code", _run(b, x, {}), f"B's weights are other ones ({said}), and its code as well.")
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """True for weights that are equal within the rounding of the coarser dtype."""
     if a.shape != b.shape:
         return False
     if not a.is_floating_point():
@@ -112,7 +113,7 @@ def _follow(name: str, a: Tensor, b: Tensor, others: dict[str, nn.Module]) -> st
         return f"{name} is A's {sign} 1 in B (some norms store their weight less 1)"
     for other, module in others.items():
         weight = getattr(module, name, None)
-        if isinstance(weight, Tensor) and weight.shape == b.shape and _same(weight.cpu(), b):
+        if isinstance(weight, Tensor) and weight.shape == b.shape and is_same(weight.cpu(), b):
             return f"{name} in B is that of A's {other}"
     for what, x, y in (("rows", a, b), ("columns", a.T, b.T))[: a.ndim]:
         if 1 < len(x) <= 8192 and (order := _match_rows(x, y)) is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from regard.health.comparing.causes import rotary
 from regard.health.comparing.causes.generic import explain_generally, explain_shapes
 from regard.health.comparing.causes.guesses import Pair, match_heads
-from regard.health.comparing.causes.trial import Trial
+from regard.health.comparing.causes.trial import EXACT, Trial
 from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Run
 from regard.health.comparing.scores import Kept, spread
@@ -240,7 +240,7 @@ def _find_exchange(pair: Pair) -> str:
     """Which of q, k and v are in each other's places."""
     for x, y in itertools.combinations("qkv", 2):
         pairs = (getattr(pair.a, x), getattr(pair.b, y)), (getattr(pair.a, y), getattr(pair.b, x))
-        if all(p.shape == r.shape and change(p, r, "q", pair.real) <= max(pair.budget, 1e-5) for p, r in pairs):
+        if all(p.shape == r.shape and change(p, r, "q", pair.real) <= max(pair.budget, EXACT) for p, r in pairs):
             return f"{x} and {y} are exchanged: a stacked matrix was read in another order."
     return ""
 

@@ -18,6 +18,7 @@ VAGUE = (  # sentences that say how B's numbers follow, and not yet why
     "the same vector in every token","pairs of query and key",
 )  # fmt: skip
 EXACT = 2e-5  # relative error of what is computed again from float32 tensors
+CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)  # soft caps of logits in use
 CLEARLY = 4.0  # times closer than A's own: below that, an explanation explains too little
 
 

@@ -35,6 +35,11 @@ def format_number(number: float) -> str:
     return f"{mantissa}e{int(power)}"
 
 
+def count_noun(number: int, noun: str) -> str:
+    """`1 head`, `1,024 heads`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 @dataclass
 class Table:
     """Columns and rows of cells, all strings; `numbers` names the right-aligned columns."""

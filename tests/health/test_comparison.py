@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import regard
+from regard.health.models.tiny import TinyLM
 
 
 def stack(sharp=(1.0, 1.0, 1.0)):
@@ -28,7 +29,7 @@ def healthy():
 def test_equal_reports_do_not_differ(healthy):
     same = regard.compare(healthy, healthy)
     assert same.new == same.resolved == same.changed == [] and same.first_differences == {}
-    assert same.verdict == ("same", "B is the same as A.")
+    assert same.verdict == ("same", "B is the same as A in attention statistics.")
     assert "findings: the same in both" in str(same) and "first: no statistic differs" in str(same)
 
 
@@ -46,6 +47,21 @@ def test_a_change_is_located_at_its_layer(healthy):
     back = regard.compare(stack((2.0, 40.0, 2.0)), healthy)
     assert back.verdict[0] == "better" and "no more scale off" in back.verdict[1]
     assert {change.kind for change in back.resolved} == kinds and back.new == []
+
+
+@pytest.mark.parametrize(("rows", "words"), [(8, ("worse", "better")), (1, ("different", "different"))])
+def test_a_loss_that_moved_is_not_the_same(rows, words, tmp_path):
+    torch.manual_seed(0)
+    model = TinyLM(layers=1, heads=2, width=16, length=32).eval()
+    batches = [torch.randint(0, 90, (rows, 20))]
+    reports = [regard.examine(model, batches), regard.examine(model, batches)]
+    assert regard.compare(*reports).verdict[0] == "same"
+    model.head.weight.data *= 30
+    reports[1] = regard.examine(model, batches)
+    assert tuple(regard.compare(*pair).verdict[0] for pair in (reports, reports[::-1])) == words
+    paths = [report.save(tmp_path / f"{name}.json") for name, report in zip("ab", reports, strict=True)]
+    assert regard.compare(*paths).verdict == regard.compare(*reports).verdict
+    assert "the same attention statistics; loss 4." in regard.compare(*reports).verdict[1]
 
 
 def test_a_finding_of_other_heads_is_changed():

@@ -20,7 +20,7 @@ from torch import nn
 import regard
 from regard.health import checks, examine
 from regard.health.checks.finding import Finding
-from regard.health.report import files
+from regard.health.report import files, screen
 from regard.health.report.comparison import list_most_changed
 from regard.health.report.page import report_page as page
 from regard.health.report.report import Report, WhatIfReading
@@ -287,6 +287,7 @@ def test_a_few_heads_that_cannot_be_judged_are_not_all(report):
     few = replace(report, findings=[], unmeasured=[], heads=[replace(one, can_be_judged=False), *others])
     assert few.summary()[0].endswith("checks. 1 head had too few rows or keys to be judged.")
     none = replace(few, heads=[replace(head, can_be_judged=False) for head in report.heads])
+    assert screen._verdict(none)[1] != screen.COLOURS["sound"] == screen._verdict(few)[1]
     assert none.summary()[0].startswith("Too few rows or keys to judge any head")
 
 

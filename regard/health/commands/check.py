@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from regard.health.contract.verdict import FAIL_ON
 from regard.health.models.targets import TargetError, load_target, require_target
-
-FAIL_ON = ("warning", "critical", "never")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

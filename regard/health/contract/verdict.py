@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from regard.health.checks import SEVERITIES, Finding
 from regard.health.contract.diagnosis import Cause, diagnose
 from regard.health.contract.run import LossReading
+from regard.table import count_noun
 
 LISTED = 6  # codes with one reason, in the line of what was not checked
 SUMMARY_CAUSES, SUMMARY_TEXT = 20, 240  # causes in the JSON's summary, and characters of each text there
@@ -167,10 +168,6 @@ def name_place(one: Finding) -> str:
     more = f" and {count_noun(others, 'more layer')}" if others else ""
     heads = f", {count_noun(len(one.heads), 'head')}" if one.scope == "heads" and one.heads else ""
     return f"{first or 'the model itself'}{more}{heads}"
-
-
-def count_noun(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _join_codes(codes: Sequence[str]) -> str:

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple, TextIO
 
 from regard.health.contract.diagnosis import Cause
 from regard.health.measure.heads import HeadReading
+from regard.health.probe.task import LossReading
 from regard.health.report import files
 from regard.health.report.report import Report
 from regard.health.report.saved import load_report
 from regard.health.report.screen import describe_gain, describe_skipped
-from regard.health.report.summary import ROOT, count_noun, name_places
+from regard.health.report.summary import ROOT, name_places
 from regard.health.report.terminal import average
 from regard.health.report.writer import Writer, fold_numbers, printable
-from regard.table import Table, format_number
+from regard.table import Table, count_noun, format_number
 
 SHOWN = {"entropy ratio": "entropy_ratio", "max weight": "max_weight", "gain ratio": "gain_ratio"}
 ROWS = 6  # of the table of layers on the screen
@@ -94,17 +95,21 @@ class Comparison:
         causes = (self._keep_causes(side) for side in (self.new, self.resolved))
         worse, better = ([describe_change(one) for one in side] for side in causes)
         parts = [f"{said}{', '.join(names)}" for said, names in (("", worse), ("no more ", better)) if names]
-        losses = [describe_loss_of(report) for report in (self.a, self.b)]
-        beside = f"loss {losses[0]} → {losses[1]}" if all(losses) else ""
         gaps = [f"{letter}{describe_gaps(one, checks=False)}" for letter, one in self._unfinished()]
         if gaps:
             return "different", f"No verdict: {' and '.join(gaps)}."
-        if not parts and not self.first_differences and not self.changed:
-            return "same", "B is the same as A."
-        word = "different" if bool(worse) == bool(better) else "worse" if worse else "better"
-        parts += [] if worse or better else [f"since layer {self.first_layer}, with the same causes"]
+        agree = not (parts or self.first_differences or self.changed)
+        if not parts and not agree:
+            parts = [f"since layer {self.first_layer}, with the same causes"]
+        losses = [describe_loss_of(report) for report in (self.a, self.b)]
+        beside = [f"loss {losses[0]} → {losses[1]}"] if all(losses) else []
+        by_loss = compare_losses(self.a.loss, self.b.loss, self.tolerance)
+        if agree and not by_loss:
+            return "same", f"{'; '.join(['B is the same as A in attention statistics', *beside])}."
+        sides = {word for word, told in (("worse", worse), ("better", better)) if told or by_loss == word}
+        word = sides.pop() if len(sides) == 1 else "different"
         verb = "differs from A" if word == "different" else f"is {word} than A"
-        return word, f"B {verb}: {'; '.join([*parts, beside] if beside else parts)}."
+        return word, f"B {verb}: {'; '.join([*(parts or ['the same attention statistics']), *beside])}."
 
     def _unfinished(self) -> list[tuple[str, Report]]:
         """The reports that were interrupted, or have no heads where the other has some."""
@@ -370,11 +375,23 @@ def _largest(heads: Sequence[HeadReading]) -> str:
 
 
 def describe_loss_of(report: Report) -> str:
-    """`2.25 ± 0.07`, empty if the loss is not known."""
+    """`2.25 ± 0.07`, without an interval of one sequence; empty if the loss is not known."""
     loss = report.loss
-    if loss is None or not math.isfinite(loss.high - loss.low):
+    if loss is None:
         return ""
-    return f"{loss.mean:.3g} ± {(loss.high - loss.low) / 2:.1g}"
+    half = (loss.high - loss.low) / 2
+    return f"{loss.mean:.3g} ± {half:.1g}" if math.isfinite(half) else f"{loss.mean:.3g}"
+
+
+def compare_losses(a: LossReading | None, b: LossReading | None, tolerance: float) -> str:
+    """`worse` or `better` where the 95 % intervals are apart, `different` beyond the tolerance, or else empty."""
+    if a is None or b is None:
+        return ""
+    if math.isfinite(a.mean) != math.isfinite(b.mean):
+        return "worse" if math.isfinite(a.mean) else "better"
+    if not abs(b.mean - a.mean) > tolerance * max(abs(a.mean), abs(b.mean)):
+        return ""
+    return "worse" if b.low > a.high else "better" if b.high < a.low else "different"
 
 
 def list_most_changed(a: Report, b: Report, count: int) -> Table:

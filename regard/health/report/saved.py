@@ -98,7 +98,9 @@ def _number(x: float | None) -> float:
 def _checks(data: dict | None) -> Checks | None:
     if data is None:
         return None
-    loss = None if data["loss"] is None else LossReading(**data["loss"])
+    loss = None if data["loss"] is None else LossReading(
+        **data["loss"] | {name: _number(data["loss"][name]) for name in ("mean", "low", "high")}
+    )  # fmt: skip
     what_if = {name: change for name, one in data["what_if"].items() if (change := _loss_change(one))}
     rounding = {name: RoundingEffect.from_json(one) for name, one in data.get("rounding", {}).items()}
     ablation = _ablation(data["ablation"])

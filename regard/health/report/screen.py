@@ -27,7 +27,6 @@ from regard.health.contract.diagnosis import Cause
 from regard.health.report.report import Report
 from regard.health.report.summary import (
     count_causes,
-    count_noun,
     describe_loss,
     describe_mixers,
     describe_no_findings,
@@ -35,7 +34,7 @@ from regard.health.report.summary import (
     name_places,
 )
 from regard.health.report.writer import Writer, fold_numbers
-from regard.table import format_number
+from regard.table import count_noun, format_number
 
 HEIGHT = 23  # lines, so that the prompt fits below them into 24; taller terminals are filled up to TALL
 TALL = 44
@@ -125,10 +124,10 @@ def _verdict(report: Report) -> Line:
         severity = report.diagnosis[0].severity
         return f"✗ {severity.upper()}  {causes}", COLOURS[severity]
     text = describe_no_findings(report)
-    if not report.heads:
-        return f"– NOTHING MEASURED: {text}", COLOURS["warning"]
     found = text.removeprefix("No problem found ")
-    return f"✓ NO PROBLEM FOUND {found}" if found != text else f"– {text}", COLOURS["sound"]
+    if found == text:  # nothing was judged
+        return f"– {'' if report.heads else 'NOTHING MEASURED: '}{text}", COLOURS["warning"]
+    return f"✓ NO PROBLEM FOUND {found}", COLOURS["sound"]
 
 
 def _describe_cause(writer: Writer, report: Report, number: int, cause: Cause, detail: Detail) -> Iterator[Line]:

@@ -12,7 +12,7 @@ from regard.health import checks
 from regard.health.checks.finding import MODEL
 from regard.health.checks.predictions import LEAST_TOKENS
 from regard.health.report.writer import fold_numbers
-from regard.table import format_number
+from regard.table import count_noun, format_number
 
 if TYPE_CHECKING:
     from regard.health.measure.heads import HeadReading
@@ -140,10 +140,6 @@ def name_places(places: Sequence[tuple[int, int]], measured: Sequence[tuple[int,
     if len(heads) * len(layers) != len(places) or len(heads) > NAMED:
         return f"{where}, {len(places)} heads"
     return f"{where}, head{'s' * (len(heads) > 1)} {fold_numbers(heads)}"
-
-
-def count_noun(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _join(words: list[str]) -> str:

@@ -7,9 +7,9 @@ from typing import TextIO
 
 from regard.health.measure.heads import HeadReading
 from regard.health.report.report import Report
-from regard.health.report.summary import ROOT, count_kinds, count_noun
+from regard.health.report.summary import ROOT, count_kinds
 from regard.health.report.writer import Writer, printable
-from regard.table import Table, format_number
+from regard.table import Table, count_noun, format_number
 
 BLOCKS, DIGITS = " ▁▂▃▄▅▆▇█", " 0123456789"  # the first is for NaN; digits where the encoding has no blocks
 COLUMNS = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio")

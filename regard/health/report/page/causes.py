@@ -9,8 +9,8 @@ from regard.health.report.glossary import link, link_words
 from regard.health.report.page.document import escape
 from regard.health.report.report import Report
 from regard.health.report.screen import describe_gain, describe_place, describe_proof
-from regard.health.report.summary import count_noun
 from regard.health.what_if import parse
+from regard.table import count_noun
 
 SHOWN = 4  # causes
 

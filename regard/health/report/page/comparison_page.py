@@ -16,8 +16,8 @@ from regard.health.report.page.causes import SHOWN, make_button, make_causes
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import KEYS, describe_statistics, list_layers, list_numbers
 from regard.health.report.report import Report
-from regard.health.report.summary import count_noun, name_places
-from regard.table import Table
+from regard.health.report.summary import name_places
+from regard.table import Table, count_noun
 
 TONES = {"same": "clean", "better": "clean", "worse": "critical", "different": "warning"}
 LIMIT = 2_500_000  # bytes of the packed numbers

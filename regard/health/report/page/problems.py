@@ -8,7 +8,8 @@ from regard.health.report.page.causes import SHOWN, list_causes, make_button
 from regard.health.report.page.document import escape
 from regard.health.report.report import Report
 from regard.health.report.screen import describe_place
-from regard.health.report.summary import count_noun, find_unusual
+from regard.health.report.summary import find_unusual
+from regard.table import count_noun
 
 
 def checks_of(report: Report) -> dict[str, Any]:

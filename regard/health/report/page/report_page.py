@@ -22,14 +22,13 @@ from regard.health.report.summary import (
     ROOT,
     count_causes,
     count_kinds,
-    count_noun,
     describe_extent,
     describe_loss,
     describe_mixers,
     describe_no_findings,
 )
 from regard.health.report.terminal import average
-from regard.table import format_number
+from regard.table import count_noun, format_number
 
 SHOWN = ("entropy_ratio", "max_weight", "gain_ratio", "logit_variance", "max_logit")
 VERDICTS = dict(

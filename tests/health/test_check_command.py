@@ -82,6 +82,9 @@ def test_red_and_green(folder, capsys, monkeypatch):
     assert "RG101 sees the future (critical)" in line and "Fix: " in line and "1 failure" in summary
     assert main(["check", "nets:sound", "--select", "RG101"]) == 0
     assert main(["check", "nets:leaky", "--select", "RG101", "--fail-on", "never"]) == 0
+    capsys.readouterr()
+    assert main(["check", "nets:sound", "--select", "RG101", "--seconds", "0"]) == 2
+    assert capsys.readouterr().out.startswith("INCOMPLETE: nothing was checked")
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     capsys.readouterr()
     assert main(["check", "nets:leaky", "--select", "RG101", "--fail-on", "critical"]) == 1

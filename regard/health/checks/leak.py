@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.checks.finding import Finding
-from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.futures import Leak, change_later
 from regard.health.probe.probe import Key, relative_change
 from regard.health.probe.rounding import largest_change
@@ -45,6 +45,8 @@ def check(trial: Trial) -> list[Finding]:
     if not leaks:
         return []
     why = trial.why_causal or trial.why_inconsistent
+    if why is None and trial.may_see_later:
+        raise NothingToCheck("causal=False: the model may see later tokens")
     if why is None:
         raise NotApplicable("nothing says that the model predicts the next token; pass causal=True if it does")
     worst = max(leaks, key=lambda leak: leak.amount)

@@ -80,7 +80,7 @@ def main(options: argparse.Namespace) -> int:
         print("\n".join(map(files.printable, [*lines, *notes, summary])))
         if os.environ.get("GITHUB_ACTIONS") == "true":
             print("\n".join(annotate(one) for one in verdict.failures))
-    return 1 if count_from(verdict.failures, fail_on) else 0
+    return 1 if count_from(verdict.failures, fail_on) else 2 if verdict.error else 0
 
 
 def annotate(one: Any) -> str:

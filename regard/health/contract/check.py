@@ -20,6 +20,7 @@ from regard.health.contract.verdict import Skipped, Verdict
 from regard.health.measure.batches import as_batches, evaluation_mode, is_function, run_batch
 from regard.health.measure.heads import heads_of, keep_on_host, layers_without_rows
 from regard.health.measure.one_pass import Pass, find_missed, measure, name_model, require_measurable
+from regard.health.probe.modes import preserved
 from regard.health.probe.trial import KEPT
 from regard.health.progress import Progress
 from regard.health.tokens.text import as_token_batch
@@ -73,7 +74,8 @@ def check(
         progress: True for a line on standard error; or called with (code, number, total) before each check.
 
     Returns:
-        A `Verdict`, true if nothing failed: `.failures`, `.notes`, `.diagnosis`, `.passed`, `.skipped`, `.seconds`.
+        A `Verdict`: `.failures`, `.notes`, `.diagnosis`, `.passed`, `.skipped`, `.seconds`, and `.error`, the reason why
+        it is incomplete. It is true if nothing failed and there is no error.
 
     Raises:
         TypeError: `model` is not an nn.Module or is TorchScript, or `batches` is not an iterable of batches.
@@ -92,7 +94,7 @@ def check(
     if all(_is_unlabelled(batch) for batch in given):
         raise ValueError(f"all labels are {IGNORED}, so no token is predicted; check what the collator masks")
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
-    with torch.random.fork_rng(devices):  # dropout that ignores the mode draws numbers
+    with torch.random.fork_rng(devices), preserved(model):  # dropout that ignores the mode draws numbers
         seen, problem = _measure(model, given)
     heads = [] if seen is None else _read_heads(seen)
     layers = [] if seen is None else seen.layers
@@ -114,16 +116,22 @@ def check(
     outcome.reasons += [(code, "the weights are random") for code in idle]
     failed = {one.code for one in found}
     titles = checks.rules()
+    passed = sorted(code for code in set(outcome.made) & chosen if code not in failed)
+    skipped = [
+        Skipped(code, titles[code].title, why, code in outcome.absent)
+        for code, why in sorted(outcome.reasons) if code in wanted - failed
+    ]  # fmt: skip
+    gaps = [one.reason for one in skipped if not one.is_absent]
+    error = outcome.error
+    if problem in gaps:
+        error = f"attention could not be measured: {problem}"
+    elif gaps and not passed and not found:
+        error = f"nothing was checked: {gaps[0]}"
     return Verdict(
         title or name_model(model),
         sort_findings(one for one in found if one.severity != "note"),
         [one for one in found if one.severity == "note"],
-        sorted(code for code in set(outcome.made) & chosen if code not in failed),
-        [
-            Skipped(code, titles[code].title, why, code in outcome.absent)
-            for code, why in sorted(outcome.reasons) if code in wanted - failed
-        ],
-        time.perf_counter() - started, outcome.loss, unmeasured,
+        passed, skipped, time.perf_counter() - started, outcome.loss, unmeasured, error=error,
     )  # fmt: skip
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from regard.health.checks import SEVERITIES, Finding, NotApplicable, NothingToCh
 from regard.health.checks.finding import Heads, Layers, sort_findings
 from regard.health.contract.ablation import Ablation, Ablator, ablate, describe_effect
 from regard.health.contract.rounding import RoundingEffect, measure_rounding
+from regard.health.probe.modes import preserved
 from regard.health.probe.probe import change_calls
+from regard.health.probe.rounding import largest_change
 from regard.health.probe.task import LossChange, LossReading
 from regard.health.probe.trial import Trial
 from regard.health.what_if import WhatIf, parse
@@ -46,6 +48,7 @@ class Checks:
     reasons: list[tuple[str, str]] = field(default_factory=list)  # (code, why it was not made)
     absent: set[str] = field(default_factory=set)  # codes that the model has nothing for
     is_stopped: bool = False  # by Ctrl-C
+    error: str | None = None  # why the findings are not to be trusted
 
     def skip(self, rules: Sequence[Rule], reason: str, *, is_absent: bool = False) -> None:
         """Notes why these rules were not checked; `is_absent`: there is nothing to check, which is no gap."""
@@ -91,7 +94,11 @@ def run_checks(
     wanted.sort(key=_order)  # time may run out
     number = 0
     try:
-        with torch.random.fork_rng(devices), trial.probe.active() if has_runs else contextlib.nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(preserved(trial.model))
+            if has_runs:
+                stack.enter_context(trial.probe.active())
             for number, module in enumerate(wanted):
                 if progress is not None:
                     progress(module.RULES[0].code, number, len(wanted))
@@ -118,6 +125,7 @@ def run_checks(
         result.is_stopped = True
         for module in wanted[number:]:
             result.skip(module.RULES, "stopped by Ctrl-C")
+    result.error = None if result.is_stopped else _find_change(trial)
     findings = [_with_remedies(finding, result.what_if) for finding in findings]
     result.seconds = time.perf_counter() - started
     return result, sort_findings(findings)
@@ -145,6 +153,23 @@ def _check(
     for part, training in modes:
         part.training = training
     return findings
+
+
+def _find_change(trial: Trial) -> str | None:
+    """Says that the model gives other outputs after the checks than before, if it does and is not random."""
+    if "captured" not in vars(trial) or "noise" not in vars(trial) or trial.noise > trial.tolerance:
+        return None
+    try:
+        with preserved(trial.model):
+            amount = largest_change(trial.captured[0], trial.probe.run(trial.sample))
+    except Exception as error:
+        return f"after the checks {describe_raised(error)}"
+    if amount <= trial.rounding:
+        return None
+    return (
+        f"running the model changed it: after the checks its outputs differ by {amount:.2g} of their size. It keeps "
+        "something outside its modules' attributes; load it anew"
+    )
 
 
 def describe_raised(error: Exception) -> str:

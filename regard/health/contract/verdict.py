@@ -56,10 +56,11 @@ class Verdict:
     loss: LossReading | None = None
     unmeasured: list[tuple[str, str]] = field(default_factory=list)  # (layer, reason)
     known: list[Finding] = field(default_factory=list)  # failures of the baseline, which do not count
+    error: str | None = None  # why no failure does not mean that all is well
 
     def __bool__(self) -> bool:
-        """True if nothing failed."""
-        return not self.failures
+        """True if nothing failed and there is no `error`."""
+        return not self.failures and self.error is None
 
     @property
     def diagnosis(self) -> list[Cause]:
@@ -68,8 +69,8 @@ class Verdict:
         return [cause for cause in causes if cause.severity != "note"]
 
     def raise_on(self, severity: str = "warning") -> Verdict:
-        """Raises ContractError, an AssertionError, if a failure is of this severity or graver; else returns itself."""
-        if count_from(self.failures, severity):
+        """Raises ContractError, an AssertionError, for `error` or a failure that grave; else returns itself."""
+        if count_from(self.failures, severity) or (self.error is not None and severity != "never"):
             raise ContractError(str(self))
         return self
 
@@ -88,11 +89,12 @@ class Verdict:
         parts += [f"{len(self.skipped) - absent} not checked"]
         parts += [f"{absent} with nothing to check"] * bool(absent)
         parts += [f"{len(self.known)} in the baseline"] * bool(self.known)
+        parts = ["incomplete"] * (self.error is not None) + parts
         return f"{self.title}: {', '.join(parts)}, {self.seconds:.1f} s"
 
     def lines(self) -> list[str]:
-        """One line per cause, its symptoms beneath it, one line of what was not checked, and the summary."""
-        lines = []
+        """`error` first; a line per cause, its symptoms beneath; a line of what was not checked; the summary."""
+        lines = [] if self.error is None else [f"INCOMPLETE: {self.error}"]
         for cause in self.diagnosis:
             lines.append(describe(cause.finding, cause.severity))
             lines += [f"    therefore {describe_short(one)}" for one in cause.symptoms]
@@ -133,7 +135,8 @@ class Verdict:
         )  # fmt: skip
         return dict(
             summary=dict(
-                title=self.title, ok=bool(self), counts=counts, seconds=round(self.seconds, 3), diagnosis=short,
+                title=self.title, ok=bool(self), error=self.error, counts=counts, seconds=round(self.seconds, 3),
+                diagnosis=short,
                 loss=None if self.loss is None else self.loss.to_json(),
                 not_checked=_cut(self.describe_skipped(), 2000),
             ),

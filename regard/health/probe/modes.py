@@ -5,9 +5,14 @@ Each is a context manager that leaves the model as it was: modes, buffers, attri
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -22,12 +27,15 @@ DROPOUTS = re.compile(r"(alpha_|feature_|feature_alpha_)?dropout([123]d)?_?")  #
 CONFIG_SWITCHES = ("apply_spec_augment",)  # of a configuration, that make training random
 IMPLEMENTATIONS = ("eager", "sdpa", "regard")  # flex_attention compiles for half a minute
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # a module's tables of parameters, children and hooks
-TENSORS = 2**28  # bytes of buffers that are copied, at most
+TENSORS, REACHED = 2**28, 100_000  # bytes of tensors that are copied, and objects that are looked at, at most
+SIMPLE = (str, bytes, int, float, complex, type(None), type, nn.Module, nn.Parameter, ModuleType)
+DICTS = (dict, OrderedDict, defaultdict)
+OWNED = {*sys.stdlib_module_names, "torch"} - {"types"}  # packages whose objects are left alone: locks, loggers, meshes
 
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Restores what a forward may leave behind: training flags, attributes and the numbers in buffers.
+    """Restores what a forward may leave behind: training flags, attributes and what they hold, numbers in buffers.
 
     >>> from regard.health.probe.modes import preserved
     >>> norm = nn.BatchNorm1d(2).train()
@@ -39,7 +47,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     plain = [{key: value for key, value in vars(module).items() if key not in INTERNAL} for module in modules]
     buffers = [dict(module._buffers) for module in modules]
-    held = [x for own in (*plain, *buffers) for x in own.values() if isinstance(x, Tensor) and not x.is_meta]
+    inner, within = snapshot([value for own in plain for value in own.values()])
+    held = [x for x in (*within, *(x for own in buffers for x in own.values() if x is not None)) if not x.is_meta]
     held = list({id(x): x for x in held}.values())
     copies = []
     if sum(x.numel() * x.element_size() for x in held) <= TENSORS:
@@ -53,10 +62,49 @@ def preserved(model: nn.Module) -> Iterator[None]:
             vars(module).update(own)
             module._buffers.clear()
             module._buffers.update(registered)
+        for restore in inner:
+            restore()
         with torch.no_grad():
             for x, before in copies:
                 if not torch.equal(x, before):  # batch norm changes its numbers without a new version
                     x.copy_(before)
+
+
+def snapshot(values: Iterable[Any]) -> tuple[list[Callable[[], None]], list[Tensor]]:
+    """(functions that restore the containers and objects that can be reached from `values`, the tensors in them).
+
+    A cache that forwards fill is a dict, a list, or an object of the user's with such attributes.
+    """
+    restores: list[Callable[[], None]] = []
+    tensors, seen, waiting = [], set(), deque(values)
+    while waiting and len(seen) < REACHED:
+        value = waiting.popleft()
+        if isinstance(value, SIMPLE) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (tuple, list, set, deque)):
+            waiting.extend(value)
+            if not isinstance(value, tuple):
+                fill = value.update if isinstance(value, set) else value.extend
+                restores.append(partial(_put_back, value, copy.copy(value), fill))
+        elif type(value) in DICTS or (hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in OWNED):
+            own = value if type(value) in DICTS else vars(value)
+            waiting.extend(own.values())
+            restores.append(partial(_put_back, own, dict(own), own.update))
+    return restores, tensors
+
+
+def _put_back(held: Any, before: Any, fill: Callable[[Any], None]) -> None:
+    """Restores a container, unless it holds the same objects."""
+    if _parts(held) != _parts(before):
+        held.clear()
+        fill(before)
+
+
+def _parts(held: Any) -> list[int]:
+    return [id(part) for one in (held.items() if isinstance(held, dict) else [held]) for part in one]
 
 
 @contextmanager

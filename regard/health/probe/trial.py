@@ -50,7 +50,7 @@ class Trial:
         self.pad, self.tokenizer = pad_of(model), tokenizer
         self.skipped: list[tuple[Rule, str]] = []  # parts of a check that were not made, and why
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._causal = causal
+        self._causal, self.may_see_later = causal, causal is False  # as the user says
         self.given = batches
         self._outputs: dict[str, Tensor | NotApplicable] = {}
         self.batches = [one for batch in batches if (one := as_token_batch(batch, self.device, model)) is not None]

@@ -74,8 +74,8 @@ def check(
         progress: True for a line on standard error; or called with (code, number, total) before each check.
 
     Returns:
-        A `Verdict`: `.failures`, `.notes`, `.diagnosis`, `.passed`, `.skipped`, `.seconds`, and `.error`, the reason why
-        it is incomplete. It is true if nothing failed and there is no error.
+        A `Verdict`: `.failures`, `.notes`, `.diagnosis`, `.passed`, `.skipped`, `.seconds`, and `.error`, the reason
+        why it is incomplete. It is true if nothing failed and there is no error.
 
     Raises:
         TypeError: `model` is not an nn.Module or is TorchScript, or `batches` is not an iterable of batches.

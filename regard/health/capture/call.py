@@ -151,6 +151,15 @@ def as_four_dims(x: Tensor) -> Tensor:
     return x.flatten(0, x.ndim - 4)
 
 
+def mask_as_four_dims(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Views a mask (…, L, S) of a query (…, L, D) as one that broadcasts to [B, H, L, S]."""
+    if mask is None or mask.ndim <= 2 or query.ndim == 4:
+        return mask
+    if query.ndim == 3:
+        return mask[:, None]
+    return as_four_dims(mask.expand(*query.shape[:-3], *mask.shape[-3:]))
+
+
 def in_torch_layout(o: Tensor) -> Tensor:
     """Lays [B, H, M, E] out in memory as [B, M, H, E], as torch's fused attention does: models take views of that."""
     return o.transpose(1, 2).contiguous().transpose(1, 2)

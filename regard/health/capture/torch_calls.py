@@ -22,7 +22,16 @@ from regard._call.mask.dense import resolve_causal_bias
 from regard._call.problem import TENSORS, Problem, unflatten
 from regard._core.execute import dense_attention, opened_rows
 from regard._core.gate import apply_gate
-from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, hide, select_rows
+from regard.health.capture.call import (
+    NESTED,
+    Call,
+    as_four_dims,
+    causal_rows,
+    clean_mask,
+    hide,
+    mask_as_four_dims,
+    select_rows,
+)
 from regard.health.capture.guard import guarded
 from regard.health.capture.handwritten import ORDINARY, Follower
 from regard.health.capture.interception import (
@@ -146,7 +155,7 @@ def _capture_sdpa(
     call = Call(
         module=module, q=as_four_dims(query), k=as_four_dims(key), v=as_four_dims(value), own=own,
         kind="sdpa" if function is SDPA else f"sdpa, replaced by {_place_of(function)}", sliceable=function is SDPA,
-        mask=clean_mask(_mask_as_four_dims(shown, query)), causal=ordered,
+        mask=clean_mask(mask_as_four_dims(shown, query)), causal=ordered,
         options=dict(scale=scale), dropout=dropout_p, cross=cross, three_dims=query.ndim == 3, weights=weights,
     )  # fmt: skip
     return route(call, lambda: as_four_dims(run_original())).reshape(*query.shape[:-1], value.shape[-1])
@@ -154,15 +163,6 @@ def _capture_sdpa(
 
 def zero_rows(o: Tensor, empty: Tensor | None) -> Tensor:
     return o if empty is None else o.masked_fill(empty, 0.0)
-
-
-def _mask_as_four_dims(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Views a mask (…, L, S) of a query (…, L, D) as one that broadcasts to [B, H, L, S]."""
-    if mask is None or mask.ndim == 4 or query.ndim == 4:
-        return mask
-    if mask.ndim == 3 and query.ndim == 3:
-        return mask[:, None]
-    return mask if mask.ndim <= 2 else mask.expand(*query.shape[:-2], *mask.shape[-2:]).flatten(0, query.ndim - 4)
 
 
 def _capture_multi_head(func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:

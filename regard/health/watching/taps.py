@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regard
-from regard.health.capture.call import HIDES_ALWAYS, as_four_dims, is_vmapped
+from regard._call.mask.dense import resolve_causal_bias
+from regard.health.capture.call import HIDES_ALWAYS, as_four_dims, is_vmapped, mask_as_four_dims
+from regard.health.capture.guard import guarded
 from regard.health.capture.interception import SDPA, as_written, put_sdpa, run_sdpa, uncaptured
 from regard.health.capture.interception import STATE as CAPTURES
 
@@ -36,12 +38,20 @@ ROWS = 16  # queries of one sequence that a look of every step takes
 
 
 class _State:
-    """Read while a graph is traced: the tensor of the module that runs, and whether all rows are looked at."""
+    """Read while a graph is traced: the tapped modules that run, and whether all rows are looked at."""
 
-    seen: Tensor | None = None
+    running: list[nn.Module]  # the innermost last
     whole: bool = False
     eagerly: bool = False  # do calls outside compiled graphs count too?
     in_full: bool = False  # does a forward run whose calls outside graphs are looked at as those in graphs are?
+
+    def __init__(self) -> None:
+        self.running = []
+
+    @property
+    def seen(self) -> Tensor | None:
+        """The tensor of the innermost module."""
+        return self.running[-1].__dict__.get("regard_logits") if self.running else None
 
 
 STATE = _State()
@@ -57,8 +67,18 @@ def note(
     q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor | None, causal: bool, scale: float | None, whole: bool,
     seen: Tensor,
 ) -> None:  # fmt: skip
-    """seen ← max(seen, the largest logit per head) of one call, [B, H, M, D] with [B, G, N, D]."""
-    q, k = as_four_dims(q), as_four_dims(k)
+    """seen ← max(seen, the largest logit per head) of one call, […, M, D] with […, N, D]; never raises."""
+    guarded(lambda run: _note(q, k, v, mask, causal, scale, whole, seen), lambda: None)
+
+
+def _note(
+    q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor | None, causal: bool, scale: float | None, whole: bool,
+    seen: Tensor,
+) -> None:  # fmt: skip
+    mask, causal = resolve_causal_bias(mask, causal, q.device)
+    dims = max(q.ndim, k.ndim)
+    q, k = (x[(None,) * (dims - x.ndim)] for x in (q, k))
+    q, k, mask = as_four_dims(q), as_four_dims(k), mask_as_four_dims(mask, q)
     heads, width = q.shape[1], q.shape[3]
     if heads > MOST_HEADS or not (q.numel() and k.numel()):
         return
@@ -71,6 +91,8 @@ def note(
             largest = stats.max_logit.amax((0, 2)).float()
         else:
             largest = largest_of_few_rows(q, k, mask, causal, scale)
+        if largest.shape != (heads,):
+            raise ValueError(f"a tap found logits {tuple(largest.shape)} of {heads} heads")
         seen[0].fill_(heads)
         seen[1].fill_(width)
         if v is not None and STATE.eagerly:  # a monitor asks for it
@@ -108,18 +130,18 @@ def _tapped_sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
     enable_gqa=False,
 ) -> Tensor:  # fmt: skip
-    """torch's function, after a look at its logits where a tapped module runs."""
-    if STATE.seen is not None and not torch.compiler.is_compiling():
-        is_wanted = (STATE.in_full or not CAPTURES.captures) and query.layout == torch.strided
-        if is_wanted and not is_unreadable(query):
-            seen: Tensor = STATE.seen if STATE.in_full else STATE.seen.few  # type: ignore[attr-defined]
-            note(query.detach(), key.detach(), value.detach(), attn_mask, is_causal, scale, STATE.in_full, seen)
-    elif STATE.seen is not None:
+    """torch's function, with a look at its logits where a tapped module runs."""
+    if STATE.seen is not None and torch.compiler.is_compiling():
         torch.ops.regard_taps.note(
             query.detach(), key.detach(), value.detach(), attn_mask if attn_mask is None else attn_mask.detach(),
             is_causal, scale, STATE.whole, STATE.seen,
         )  # fmt: skip
-    return run_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    output = run_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if STATE.seen is not None and not torch.compiler.is_compiling() and (STATE.in_full or not CAPTURES.captures):
+        if query.layout == torch.strided and not is_unreadable(query):
+            seen: Tensor = STATE.seen if STATE.in_full else STATE.seen.few  # type: ignore[attr-defined]
+            note(query.detach(), key.detach(), value.detach(), attn_mask, is_causal, scale, STATE.in_full, seen)
+    return output
 
 
 def _enter(module: nn.Module, inputs: tuple) -> None:
@@ -128,7 +150,7 @@ def _enter(module: nn.Module, inputs: tuple) -> None:
         and module.training
         and torch.is_grad_enabled()
     ):
-        STATE.seen = module.__dict__["regard_logits"]
+        STATE.running.append(module)
 
 
 def _enter_multi_head(module: nn.MultiheadAttention, inputs: tuple, named: dict) -> None:
@@ -168,8 +190,11 @@ def _enter_multi_head(module: nn.MultiheadAttention, inputs: tuple, named: dict)
 
 
 def _leave(module: nn.Module, inputs: tuple, output: Any) -> None:
-    if STATE.eagerly or STATE.in_full or torch.compiler.is_compiling():
-        STATE.seen = None
+    """Also after an error, which may have ended modules within without their hooks."""
+    for at in range(len(STATE.running) - 1, -1, -1):
+        if STATE.running[at] is module:
+            del STATE.running[at:]
+            break
 
 
 class Taps:
@@ -195,6 +220,7 @@ class Taps:
                 before.setdefault(KEY, _enter_multi_head)
             before.setdefault(KEY, _enter)
             after.setdefault(KEY, _leave)
+            module._forward_hooks_always_called[KEY] = True  # type: ignore[index]
         _TAPPED.add(self)
         if tapped:
             _forget_graphs()
@@ -220,6 +246,9 @@ class Taps:
         Of layers that ever made a call; −inf where none was made since.
         """
         found = {}
+        if STATE.running:  # of a forward that Ctrl-C ended: torch ran no hooks
+            own = set(self.modules.values())
+            STATE.running[:] = [module for module in STATE.running if module not in own]
         for name, module in self.modules.items():
             seen = module.__dict__.get("regard_logits")
             held = None if seen is None else self._take(name, module, seen)
@@ -266,6 +295,7 @@ class Taps:
                 module._forward_pre_hooks.pop(KEY, None)  # type: ignore[call-overload]
                 module._forward_pre_hooks_with_kwargs.pop(KEY, None)  # type: ignore[call-overload]
                 module._forward_hooks.pop(KEY, None)  # type: ignore[call-overload]
+                module._forward_hooks_always_called.pop(KEY, None)  # type: ignore[call-overload]
                 module.__dict__.pop("regard_logits", None)
         _update()
 

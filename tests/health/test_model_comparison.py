@@ -383,7 +383,37 @@ def test_decoding_and_training_are_compared_where_one_forward_agrees():
     x = torch.randn(2, 12, 32)
     found = regard.compare(ByHand(), Trained(), [x])
     assert not found.same and found.where.startswith("in training mode, ") and "1.5 times" in found.cause
-    assert regard.compare(ByHand().eval(), Trained(), [x]).same
+    assert "in evaluation mode alone" in regard.compare(ByHand().eval(), Trained(), [x]).notes[0]
+    assert "training mode was not" in regard.compare(ByHand().eval(), Trained().eval(), [x]).notes[0]
+
+
+class Stepping(Caching):
+    """After a prompt it takes one token at a time."""
+
+    def forward(self, ids, cache=None):
+        if cache is not None and ids.shape[1] > 1:
+            raise ValueError("one token at a time")
+        return super().forward(ids, cache)
+
+
+class Failing(TinyLM):
+    """In training it wants what the batch has not."""
+
+    def forward(self, ids):
+        return super().forward(ids) if not self.training else self.targets[ids]
+
+
+def test_a_further_look_that_fails_is_a_note(models):
+    ids = torch.arange(12)[None]
+    sound = regard.compare(Stepping(), Stepping(), [ids])
+    assert sound.same and "was compared as well, one token at a time: in A, " in sound.notes[-1]
+    found = regard.compare(Caching(), Stepping(shift=1), [ids])
+    assert not found.same and found.where.startswith("decoding with a cache, ")
+    a, b = (Failing(layers=1, heads=4, width=32, length=32) for _ in range(2))
+    b.load_state_dict(a.state_dict())
+    kept = regard.compare(a, b, models[2])
+    assert kept.same and kept.notes[0].startswith("Training mode was not compared: AttributeError")
+    assert a.training and b.training
 
 
 def decode(model):

@@ -19,7 +19,7 @@ from regard.health.comparing.difference import beyond
 from regard.health.comparing.explain import explain_place
 from regard.health.comparing.record import CALL_PARTS, Key, Mode
 from regard.health.comparing.result import LayerDifference, ModelComparison, list_layers
-from regard.health.comparing.ways import find_random, look_further, separate_weights
+from regard.health.comparing.ways import EVALUATED, find_random, is_training, look_further, separate_weights
 from regard.health.measure.batches import as_batches, is_function
 
 BATCHES = 4  # that are compared, at most
@@ -40,8 +40,7 @@ def compare_models(
     if not chosen:
         raise ValueError("batches is empty; there is nothing to compare")
     models = as_written(model), as_written(reference)
-    notes: list[str] = []
-    random = find_random(models, chosen[0], notes)
+    random = find_random(models, chosen[0])
     if random is not None:
         place, cause = random
         return ModelComparison(
@@ -49,20 +48,19 @@ def compare_models(
         )
 
     def judge(batches: list[Any], mode: Mode = "evaluation") -> ModelComparison:
-        given = notes if batches is chosen and mode == "evaluation" else []
-        return _judge([compare_batch(models, batch, tolerance, mode) for batch in batches], given)
+        return _judge([compare_batch(models, batch, tolerance, mode) for batch in batches])
 
     found = judge(chosen)
     if found.same:
         return look_further(models, chosen, found, judge)
-    return separate_weights(models, found, lambda: judge(chosen))
+    found = separate_weights(models, found, lambda: judge(chosen))
+    return replace(found, notes=[f"{EVALUATED}.", *found.notes]) if any(map(is_training, models)) else found
 
 
-def _judge(compared: list[Compared], notes: list[str]) -> ModelComparison:
+def _judge(compared: list[Compared]) -> ModelComparison:
     worst = next((one for one in compared if one.differing()), compared[0])
     output = max(one.output for one in compared)
-    by_mode = "mode" in notes
-    notes = [note for note in notes if note != "mode"]
+    notes: list[str] = []
     counts = [len(blocks) or None for blocks in worst.pairing.blocks]
     if counts[0] != counts[1] or (counts[0] is None and len(worst.runs[0].calls) != len(worst.runs[1].calls)):
         counts = [count or len(run.calls) for count, run in zip(counts, worst.runs, strict=True)]
@@ -81,10 +79,6 @@ def _judge(compared: list[Compared], notes: list[str]) -> ModelComparison:
     if not worst.runs[0].points or not worst.changes:
         raise ValueError("no place is common to both models: there is nothing to compare")
     if not found:
-        if by_mode:
-            return result(
-                False, f"{notes[0]} In evaluation mode both compute the same: call .eval().", True, "the mode"
-            )
         if any(one.output > one.allowed for one in compared):
             cause = (
                 f"the outputs differ by {output:.2g} of their size, and each block alone computes the same: "

@@ -90,8 +90,7 @@ def find_decoders(probe: Probe, batch: TokenBatch) -> list[Decoder]:
     if not keeps_cache(probe.model):
         raise NotApplicable(f"forward takes {start}=, but neither takes a cache nor keeps one")
     decoder = Decoder(f"its own cache, {start}=", OwnState(probe.model, batch, start))
-    why = _why_not(probe, decoder, batch)
-    if why:
+    if why := why_not(probe, decoder, batch.targets):
         raise NotApplicable(why)
     return [decoder]
 
@@ -105,7 +104,7 @@ def _find_working(probe: Probe, batch: TokenBatch, name: str) -> list[Decoder]:
     for label, make in makers:
         for shows in (True, False) if name != "cache_params" else (False,):  # a state has no mask of its past
             decoder = Decoder(label, GivenState(probe.model, batch, name, make, shows))
-            why = _why_not(probe, decoder, batch)
+            why = why_not(probe, decoder, batch.targets)
             if not why:
                 found.append(decoder)
                 break
@@ -115,11 +114,10 @@ def _find_working(probe: Probe, batch: TokenBatch, name: str) -> list[Decoder]:
     return found
 
 
-def _why_not(probe: Probe, decoder: Decoder, batch: TokenBatch) -> str:
-    """Why a prompt and one step cannot be run in this way; empty if they can."""
-    length = batch.targets.shape[1]
+def why_not(probe: Probe, decoder: Decoder, ids: Tensor, cuts: Sequence[int] = ()) -> str:
+    """Why chunks that end at `cuts`, or a prompt and one step, cannot be run in this way; empty if they can."""
     try:
-        for _ in decoder.steps(probe, batch.targets, (length - 1, length)):
+        for _ in decoder.steps(probe, ids, cuts or (ids.shape[1] - 1, ids.shape[1])):
             pass
     except NotApplicable as reason:
         return str(reason)

@@ -70,6 +70,8 @@ def check(trial: Trial) -> list[Finding]:
     for repair in list_repairs(trial):
         try:
             changed = task.losses(change_calls(repair.change))
+        except torch.OutOfMemoryError:
+            raise
         except (ValueError, TypeError, RuntimeError):
             continue  # this model's calls do not have the shapes for it
         loss = float(changed.mean())

@@ -116,7 +116,7 @@ def check(
     outcome.reasons += [(code, "the weights are random") for code in idle]
     failed = {one.code for one in found}
     titles = checks.rules()
-    passed = sorted(code for code in set(outcome.made) & chosen if code not in failed)
+    passed = sorted((set(outcome.made) & chosen) - failed - {code for code, _ in outcome.reasons})
     skipped = [
         Skipped(code, titles[code].title, why, code in outcome.absent)
         for code, why in sorted(outcome.reasons) if code in wanted - failed

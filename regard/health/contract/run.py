@@ -30,7 +30,9 @@ MOST_HEADS = 512  # of a finding whose heads are removed together
 
 
 SECONDS = 60.0  # after which no further check begins
-PLACES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, regard))
+PLACES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, regard))
+MODULES = f"{PLACES[0]}nn/modules/"
+REFUSALS = (ValueError, TypeError, RuntimeError)  # what an attention call raises if it is given the wrong shapes
 
 
 @dataclass
@@ -107,7 +109,7 @@ def run_checks(
                     continue
                 findings = _check(module, trial, result, findings, chosen)
             number = len(wanted)
-            for rule, why in trial.skipped:
+            for rule, why in dict.fromkeys(trial.skipped):
                 result.skip((rule,), why)
             if progress is not None and ablation_seconds > 0.0:
                 progress("trying changes, and the loss without each head", number, number)
@@ -157,7 +159,7 @@ def _check(
 
 def _find_change(trial: Trial) -> str | None:
     """Says that the model gives other outputs after the checks than before, if it does and is not random."""
-    if "captured" not in vars(trial) or "noise" not in vars(trial) or trial.noise > trial.tolerance:
+    if not {"captured", "noise", "tolerance", "rounding"} <= vars(trial).keys() or trial.noise > trial.tolerance:
         return None
     try:
         with preserved(trial.model):
@@ -173,12 +175,20 @@ def _find_change(trial: Trial) -> str | None:
 
 
 def describe_raised(error: Exception) -> str:
-    """An error that the model raised, with the line of the user's code or library where it was raised."""
+    """An error, and who raised it: the model, with the line of the user's code or library, or regard itself."""
     first = str(error).strip().split("\n")[0]
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     place = next((at for at in reversed(frames) if not at[0].startswith((*PLACES, "<"))), None)
+    who, file = "the model raised", "" if not frames else frames[-1][0]
+    if file.startswith(PLACES[1]) and not (isinstance(error, REFUSALS) and _is_in_model(frames)):
+        who, place = "regard failed; please report that it raised", frames[-1]
     where = "" if place is None else f" ({Path(place[0]).name}, line {place[1]})"
-    return f"the model raised {type(error).__name__}: {first[:200]}{where}"
+    return f"{who} {type(error).__name__}: {first[:200]}{where}"
+
+
+def _is_in_model(frames: Sequence[tuple[str, int]]) -> bool:
+    """True if the error went through a forward: regard computed a call with what the model gave it."""
+    return any(not file.startswith((*PLACES, "<")) or file.startswith(MODULES) for file, _ in frames)
 
 
 def _merge(findings: list[Finding], new: Sequence[Finding]) -> list[Finding]:

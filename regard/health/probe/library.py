@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -40,7 +40,7 @@ def foreign_code(model: nn.Module) -> Iterator[str]:
     modules: set[ModuleType] = set()
     for name, module in model.named_modules():
         kind = type(module)
-        if not kind.__module__.startswith(OWN):
+        if not _is_own(kind.__module__):
             yield f"{name or 'the model'} is a {kind.__module__}.{kind.__name__}"
         elif kind.__module__.startswith("transformers.") and kind.__module__ in sys.modules:
             modules.add(sys.modules[kind.__module__])
@@ -100,21 +100,25 @@ def _is_foreign(function: Any) -> bool:
     return isinstance(function, FunctionType) and not _in_library(function)
 
 
-ROOTS = tuple(
-    str(Path(sys.modules[name].__file__ or "").parent)
-    for name in ("torch", "regard", "functools")
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None)
-)
-
-
 def _in_library(function: Any) -> bool:
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
     if code is None:
         return True
-    packages = (f"/{name}/" for name in OWN)
-    return (code.co_filename.startswith(("<", *ROOTS)) and "ipython" not in code.co_filename) or any(
-        package in code.co_filename for package in packages
-    )
+    if code.co_filename.startswith("<"):  # made by a dataclass or torch.fx, or typed by the user
+        return _is_own(function.__globals__.get("__name__", ""))
+    return _is_library_file(code.co_filename)
+
+
+def _is_own(module: str) -> bool:
+    return module.partition(".")[0] in OWN
+
+
+@cache
+def _is_library_file(name: str) -> bool:
+    """True for a file of the packages as they are installed, wherever the user's own code lies."""
+    files = [Path(file) for package in OWN if (file := getattr(sys.modules.get(package), "__file__", None))]
+    return any(Path(name).is_relative_to(file.parent if file.name == "__init__.py" else file) for file in files)
 
 
 def _describe(function: Any) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from regard.health.capture.call import Call, UseCounter, forget_derived
 from regard.health.capture.interception import Interception, forward_token
+from regard.health.checks.rule import NotApplicable
 from regard.health.tokens.text import TokenBatch
 
 Key = tuple[str, int]  # a module's name, and which use of it in a forward
@@ -138,6 +139,10 @@ def change_calls(change: Callable[[Call], Call]) -> Transform:
     return transform
 
 
+class NoOutput(NotApplicable, TypeError):
+    """A model returns nothing that can be compared."""
+
+
 def main_output(result: Any) -> Tensor:
     """The tensor that a model returns: logits, else hidden states, else the first tensor of real numbers."""
     for name in ("logits", "prediction_logits", "last_hidden_state"):
@@ -150,7 +155,7 @@ def main_output(result: Any) -> Tensor:
     real = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
     if real:
         return max(real[:2], key=lambda part: part.ndim > 0)  # a loss may come first
-    raise TypeError(f"the model returned {type(result).__name__}, which holds no tensor of real numbers")
+    raise NoOutput(f"the model returned {type(result).__name__}, which holds no tensor of real numbers")
 
 
 def relative_change(a: Tensor, b: Tensor) -> float:

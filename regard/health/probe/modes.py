@@ -76,7 +76,9 @@ def snapshot(values: Iterable[Any]) -> tuple[list[Callable[[], None]], list[Tens
     A cache that forwards fill is a dict, a list, or an object of the user's with such attributes.
     """
     restores: list[Callable[[], None]] = []
-    tensors, seen, waiting = [], set(), deque(values)
+    tensors: list[Tensor] = []
+    seen: set[int] = set()
+    waiting = deque(values)
     while waiting and len(seen) < REACHED:
         value = waiting.popleft()
         if isinstance(value, SIMPLE) or id(value) in seen:

@@ -1,6 +1,7 @@
 """`compare(model, reference, batches)`: the first place that differs, its cause tried, and what is no difference."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
+from regard.health.comparing.causes.trial import PASSED_ON, Cause, Trial
 from regard.health.models.tiny import TinyLM
 
 
@@ -344,6 +346,19 @@ class Buckets(nn.Module):
         bias = self.table(place).permute(2, 0, 1)
         heads = self.out(x).unflatten(-1, (4, 8)).transpose(1, 2)
         return x + F.scaled_dot_product_attention(heads, heads, heads, bias[None]).transpose(1, 2).flatten(2)
+
+
+def test_what_is_vague_is_no_matter_of_words():
+    a = torch.randn(4, 8)
+    trial = Trial(a, 2 * a, 0.0)
+    trial.explains("weights", 2 * a, "proj.a vector per position is that of axis 1 of its size.")
+    trial.explains("a factor", 2 * a, "it is 2 times A's in B.")
+    assert trial.best.kinds == {"weights"}
+    trial.found.reverse()
+    trial.found[0] = dataclasses.replace(trial.found[0], is_vague=True)
+    assert trial.best.kinds == {"weights"}
+    passed = Cause("B passes on the output of A.", frozenset({PASSED_ON}))
+    assert passed.mirrored().is_vague and not passed.is_vague
 
 
 def test_buckets_of_distances_are_told():

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from regard.health.comparing.blocks import Pairing
 from regard.health.comparing.causes.attention import explain_attention
 from regard.health.comparing.causes.dependence import explain_dependence
-from regard.health.comparing.causes.generic import explain_generally, explain_numbers, explain_shapes
+from regard.health.comparing.causes.generic import SHAPES, explain_generally, explain_numbers, explain_shapes
 from regard.health.comparing.causes.glue import explain_glue
 from regard.health.comparing.causes.guesses import Pair
 from regard.health.comparing.causes.modules import explain_module
 from regard.health.comparing.causes.queries import explain_inputs, explain_turned
-from regard.health.comparing.causes.trial import EXACT, Trial, exchange_letters, is_vague
+from regard.health.comparing.causes.trial import EXACT, Cause, Trial
 from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Mode, Run, read_field
 from regard.health.measure.batches import is_function
@@ -27,6 +27,15 @@ LAST = (
     "The layers agree; the difference is after the last attention: its output projection, the last MLP, the final norm "
     "or the output layer."
 )
+ORDERS = {
+    "exchange",
+    "features in another order",
+    "heads in another order",
+    "numbers in other places",
+    "order of grouped heads",
+    "tokens in another order",
+    "weights of heads in another order",
+}  # kinds of causes that tell what a projection's difference means for heads
 NUMBERS = (
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale",
     "query_pre_attn_scalar", "scale_emb", "scale_depth", "hidden_size", "final_logit_softcapping",
@@ -82,23 +91,23 @@ def explain_place(case: Case, key: Key) -> tuple[str, bool, list[str]]:
 
     What takes A's tensors to B's is tried first, then what takes B's to A's.
     """
-    sentence, tried = _try_causes(case, key)
-    if is_vague(sentence):
+    cause, tried = _try_causes(case, key)
+    if cause is None or cause.is_vague:
         other, more = _try_causes(case.mirrored(), case.pairing.counterpart(key))
         tried += [name for name in more if name not in tried]
-        if other is not None and (sentence is None or not is_vague(other)):
-            sentence = exchange_letters(other)
-    if is_vague(sentence) and not is_function(case.batch):
+        if other is not None and (cause is None or not other.is_vague):
+            cause = other.mirrored()
+    if (cause is None or cause.is_vague) and not is_function(case.batch):
         depends, more = _find_dependence(case, key)
         tried += [f"dependence on {name}" for name in more]
         if depends is not None:
-            sentence = f"{depends} {sentence}" if sentence is not None and "shapes" in sentence else depends
-    if sentence is not None:
-        return sentence, True, tried
+            cause = Cause(f"{depends} {cause.text}" if cause is not None and cause.kinds & SHAPES else depends)
+    if cause is not None:
+        return cause.text, True, tried
     return _say_unknown(case, key, tried), False, tried
 
 
-def _try_causes(case: Case, key: Key) -> tuple[str | None, list[str]]:
+def _try_causes(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
     try:
         return _find_cause(case, key)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # where it differs is known
@@ -113,7 +122,7 @@ def _find_dependence(case: Case, key: Key) -> tuple[str | None, list[str]]:
     return explain_dependence(case.models, (case.a, case.own), keys, given, case.budget(own), case.mode)
 
 
-def _find_cause(case: Case, key: Key) -> tuple[str | None, list[str]]:
+def _find_cause(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
     """What is tried depends on the place: a call's part, a module that makes q, k or v, angles, any other."""
     if key.part in ("q", "k", "v", "mask", "scores", "attention"):
         return _explain_call(case, key)
@@ -133,14 +142,16 @@ def _find_call(case: Case, key: Key) -> Key | None:
     return None
 
 
-def _explain_projection(case: Case, key: Key, call: Key) -> tuple[str | None, list[str]]:
+def _explain_projection(case: Case, key: Key, call: Key) -> tuple[Cause | None, list[str]]:
     """What the module does otherwise; and what that means for heads, where they are in another order or exchanged."""
-    sentence, tried = _explain_point(case, key)
+    cause, tried = _explain_point(case, key)
     meant, more = _explain_call(case, call)
-    if meant is None or not any(word in meant for word in ("order", "exchanged", "repeats", "other places")):
-        return sentence, tried
-    parts = meant if sentence is None else f"{meant} {sentence}"
-    return parts, [*tried, *more]
+    if meant is None or not meant.kinds & ORDERS:
+        return cause, tried
+    if cause is not None:
+        vague = meant.is_vague or cause.is_vague
+        meant = Cause(f"{meant.text} {cause.text}", meant.kinds | cause.kinds, vague)
+    return meant, [*tried, *more]
 
 
 def _find_turned(case: Case, key: Key) -> Key | None:
@@ -150,7 +161,7 @@ def _find_turned(case: Case, key: Key) -> Key | None:
     return next((one for one, x in case.changes.items() if one.part in ("q", "k") and x > case.budget(one)), None)
 
 
-def _explain_call(case: Case, key: Key) -> tuple[str | None, list[str]]:
+def _explain_call(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
     at = key._replace(part="attention")
     pair = Pair(case.a.calls[at], case.b.calls[case.pairing.places[at]], 0.0, case.a.real, case.numbers())
     inputs = [
@@ -164,12 +175,12 @@ def _explain_call(case: Case, key: Key) -> tuple[str | None, list[str]]:
     pair.budget = case.budget(at)
     if pair.a.output.shape != pair.b.output.shape:
         shapes = f"{list(pair.a.output.shape)} in A, {list(pair.b.output.shape)} in B"
-        return f"the attention's outputs have other shapes: {shapes}.", ["shapes"]
+        return Cause(f"the attention's outputs have other shapes: {shapes}.", SHAPES), ["shapes"]
     trial = explain_attention(pair)
     return trial.best, trial.tried
 
 
-def _explain_point(case: Case, key: Key) -> tuple[str | None, list[str]]:
+def _explain_point(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
     a, b = case.tensors(key)
     if a.shape != b.shape and (a.numel() != b.numel() or a.ndim == b.ndim):
         trial = Trial(a, b, case.budget(key))
@@ -200,7 +211,7 @@ def _explain_point(case: Case, key: Key) -> tuple[str | None, list[str]]:
     return trial.best, trial.tried
 
 
-def _explain_hidden(case: Case, key: Key, a: Tensor, b: Tensor) -> tuple[str | None, list[str]]:
+def _explain_hidden(case: Case, key: Key, a: Tensor, b: Tensor) -> tuple[Cause | None, list[str]]:
     """What an attention does otherwise that was seen in A alone: B's own stands behind it, with its heads merged."""
     for place, kept in case.a.calls.items():
         batch, heads, rows, _ = kept.shape

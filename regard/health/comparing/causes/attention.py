@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from regard.health.comparing.causes.masks import explain_masks
 from regard.health.comparing.causes.trial import Trial, fit_factor, name_factor
 from regard.health.comparing.scores import Kept
 
+Fact = tuple[str, Callable[[], Tensor], str] | tuple[str, Callable[[], Tensor], str, bool]  # the last: is it vague?
 MANY = 2**20  # scores of a call: of more, one sequence is explained
 
 
@@ -29,16 +30,18 @@ def explain_attention(pair: Pair) -> Trial:
         trial.tried.append(f"nothing: {a.obstacle or 'too many scores to write out'}")
         return trial
     if b.is_readable and a.shape == b.shape:
-        for name, changed, sentence in facts_that_differ(pair):
-            trial.explains(name, changed.compute(), sentence)
+        for fact in facts_that_differ(pair):
+            trial.explains(*fact)
         if trial.found:
             return trial
-        names = [name for name, _, _ in facts_that_differ(pair)]
+        names = [fact[0] for fact in facts_that_differ(pair)]
         if len(names) > 1:
             given = replace(b, q=a.q, k=a.k, v=a.v)
-            trial.explains("all of these", given.compute(), f"several facts of the call differ: {', '.join(names)}")
-    for name, output, sentence in guess_outputs(pair):
-        trial.explains(name, output, sentence)
+            trial.explains(
+                "all of these", given.compute(), f"several facts of the call differ: {', '.join(names)}", True
+            )
+    for guess in guess_outputs(pair):
+        trial.explains(*guess)
     return trial
 
 
@@ -53,28 +56,30 @@ def _worst_sequence(pair: Pair) -> Pair:
     return replace(pair, a=a.sequence(at), b=b.sequence(at), real=real)
 
 
-def facts_that_differ(pair: Pair) -> Iterator[tuple[str, Kept, str]]:
-    """(name, A's call with B's fact, sentence) for every fact of the call that differs."""
+def facts_that_differ(pair: Pair) -> Iterator[Fact]:
+    """Every fact of the call that differs: its name, A's output with B's fact, the sentence."""
     a, b = pair.a, pair.b
     if not _equal(a.scale, b.scale):
-        yield "scale", a.change(scale=b.scale), _say_scales(pair)
+        yield "scale", a.change(scale=b.scale).compute, _say_scales(pair)
     if not torch.equal(a.seen(), b.seen()):
-        yield "mask", a.change(visible=b.visible), f"The masks differ: {explain_masks(a.seen(), b.seen(), pair.real)}."
+        said, is_told = explain_masks(a.seen(), b.seen(), pair.real)
+        yield "mask", a.change(visible=b.visible).compute, f"The masks differ: {said}.", not is_told
     if a.softcap != b.softcap:
         said = f"{_cap(a.softcap)} in A, {_cap(b.softcap)} in B"
-        yield "soft cap", a.change(softcap=b.softcap), f"The soft caps of the logits differ: {said}."
+        yield "soft cap", a.change(softcap=b.softcap).compute, f"The soft caps of the logits differ: {said}."
     if not _equal(a.sink, b.sink):
         said = (
             "B leaves out A's sinks" if b.sink is None else "Only B has sinks" if a.sink is None else "The sinks differ"
         )
-        yield "sink", a.change(sink=b.sink), f"{said}: a logit per head in the softmax's denominator."
+        yield "sink", a.change(sink=b.sink).compute, f"{said}: a logit per head in the softmax's denominator."
     if not _equal(a.temperature, b.temperature):
-        yield "temperature", a.change(temperature=b.temperature), "The temperatures that divide the logits differ."
+        changed = a.change(temperature=b.temperature)
+        yield "temperature", changed.compute, "The temperatures that divide the logits differ."
     if a.choice is not None and b.choice is not None and a.choice.spec != b.choice.spec:
         said = f"{a.choice.spec} in A, {b.choice.spec} in B"
-        yield "normaliser", a.change(choice=b.choice), f"The normalisers differ: {said}."
+        yield "normaliser", a.change(choice=b.choice).compute, f"The normalisers differ: {said}."
     if not _equal_bias(a, b) and a.has_fixed_bias and b.has_fixed_bias:
-        yield "bias", a.change(bias=b.bias), _say_bias(a, b)
+        yield "bias", a.change(bias=b.bias).compute, _say_bias(a, b)
 
 
 def _say_scales(pair: Pair) -> str:

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from regard.health.comparing.causes.trial import CAPS, Trial, fit_factor, name_factor, round_through
+from regard.health.comparing.causes.trial import CAPS, Cause, Trial, fit_factor, name_factor, round_through
 from regard.health.comparing.difference import change
 
+SHAPES = frozenset({"shapes"})
 ROWS = 4  # rows for each number that is fitted per column, at least
 
 
@@ -44,27 +45,27 @@ def explain_generally(trial: Trial, numbers: Mapping[str, float] | None = None, 
         offset = (b - a).reshape(-1, width).mean(0)
         sign = "leaves out or adds" if float(offset.norm()) > 0 else "changes"
         trial.explains(
-            "an offset", a + offset, f"B {sign} the same vector in every token: a bias, or a type embedding."
+            "an offset", a + offset, f"B {sign} the same vector in every token: a bias, or a type embedding.", True
         )
         if whole:
             ratio = (rows * b.reshape(-1, width)).sum(0) / rows.square().sum(0).clamp_min(1e-30)
-            trial.explains("a weight per feature", a * ratio, _say_weight(ratio))
+            trial.explains("a weight per feature", a * ratio, _say_weight(ratio), True)
         size = a.square().sum(-1, keepdim=True).clamp_min(1e-30)
         each = (a * b).sum(-1, keepdim=True) / size
         trial.explains(
-            "a factor per row", each * a, "each row is a multiple of A's in B: a norm that is missing or another."
+            "a factor per row", each * a, "each row is a multiple of A's in B: a norm that is missing or another.", True
         )
         for heads in (n for n in range(2, width // 4 + 1) if width % n == 0 and whole):
             x, y = (one.reshape(-1, heads, width // heads) for one in (a, b))
             each = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True).clamp_min(1e-30)
             trial.explains("a factor per row of each head", (each * x).reshape(a.shape), (
                 "each head's rows are multiples of A's in B: their weights do not sum to 1, or another denominator."
-            ))  # fmt: skip
+            ), is_vague=True)  # fmt: skip
     if a.ndim >= 3 and a.shape[0] > 1 and trial.part == "":
         shift = (b - a).mean(0, keepdim=True)
         trial.explains("an offset per position", a + shift, (
             "B's tokens differ from A's by a vector per position, the same in every sequence: position embeddings."
-        ))  # fmt: skip
+        ), is_vague=True)  # fmt: skip
     if whole:
         _try_orders(trial, a, b)
 
@@ -79,7 +80,7 @@ def explain_shapes(trial: Trial) -> None:
         for order in itertools.permutations(range(a.ndim)):
             if a.permute(order).shape == b.shape and change(a.permute(order), b) <= trial.tolerance:
                 moved = [names[at] if at < len(names) else str(at) for at, to in enumerate(order) if at != to]
-                trial.found.append((f"{said}: B takes {' and '.join(moved)} for one another.", 0.0))
+                trial.found.append(Cause(f"{said}: B takes {' and '.join(moved)} for one another.", SHAPES))
                 return
     axes = [at for at, (x, y) in enumerate(zip(a.shape, b.shape, strict=False)) if x != y]
     if a.ndim == b.ndim and len(axes) == 1:
@@ -87,9 +88,9 @@ def explain_shapes(trial: Trial) -> None:
             for start in range(max(y.shape[axes[0]] - x.shape[axes[0]] + 1, 0)):
                 if change(x, y.narrow(axes[0], start, x.shape[axes[0]])) <= trial.tolerance:
                     what = f"places {start} to {start + x.shape[axes[0]] - 1} of axis {axes[0]} alone"
-                    trial.found.append((f"{said}: {one} holds {other}'s {what}.", 0.0))
+                    trial.found.append(Cause(f"{said}: {one} holds {other}'s {what}.", SHAPES, True))
                     return
-    trial.found.append((f"{said}, and neither holds the other's numbers.", 0.0))
+    trial.found.append(Cause(f"{said}, and neither holds the other's numbers.", SHAPES, True))
 
 
 def explain_numbers(trial: Trial) -> None:
@@ -180,7 +181,8 @@ def _try_orders(trial: Trial, a: Tensor, b: Tensor) -> None:
         trial.tried.append("numbers in other places")
         left = float((same[0] - same[1]).norm() / same[0].norm().clamp_min(1e-30))
         if left <= trial.tolerance and 100.0 * left <= trial.before:
-            trial.found.append(("it holds A's numbers in other places: a reshape that mixes heads with time.", 0.0))
+            said = "it holds A's numbers in other places: a reshape that mixes heads with time."
+            trial.found.append(Cause(said, frozenset({"numbers in other places"}), True))
 
 
 def _try_tokens(trial: Trial, a: Tensor, b: Tensor) -> None:

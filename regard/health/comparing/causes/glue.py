@@ -9,10 +9,11 @@ from torch import Tensor
 
 from regard.health.comparing.causes.generic import explain_generally, say_order
 from regard.health.comparing.causes.modules import ACTIVATIONS
-from regard.health.comparing.causes.trial import Trial, fit_factor, name_factor
+from regard.health.comparing.causes.trial import PASSED_ON, Trial, fit_factor, name_factor
 from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Run
 
+FACTORS = {"a factor", "a weight per feature"}  # which a multiplier of the residual stream would fit as well
 NEAR, NEAREST = 40, 12  # places before the difference that may be added or left out, or one for another
 
 
@@ -20,7 +21,7 @@ def explain_glue(trial: Trial, key: Key, run: Run, numbers: dict[str, float]) ->
     """Try how B's tensor at a place follows from what A had there and a little before."""
     explain_generally(trial, numbers)
     a, b = trial.a.double(), trial.b.double()
-    if a.shape != b.shape or a.ndim < 2 or any("factor" in text or "times" in text for text, _ in trial.found):
+    if a.shape != b.shape or a.ndim < 2 or any(one.kinds & FACTORS for one in trial.found):
         return
     _try_products(trial, key, run)
     if trial.found:
@@ -33,7 +34,7 @@ def explain_glue(trial: Trial, key: Key, run: Run, numbers: dict[str, float]) ->
     if trial.found:
         return
     for place, x in before:
-        trial.explains("another input", x, f"B passes on {_name(place)} as it is, which A changes.")
+        trial.explains(PASSED_ON, x, f"B passes on {_name(place)} as it is, which A changes.")
     _try_tokens(trial, run, key)
     for (place, x), (other, y) in itertools.permutations(before[:NEAREST], 2):
         trial.explains("another summand", a + x - y, f"B adds {_name(place)} where A adds {_name(other)}.")

@@ -19,7 +19,7 @@ from regard.health.comparing.scores import Kept
 
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 GROUPS = "it repeats whole groups where A repeats each head (repeat, repeat_interleave)."
-Guess = tuple[str, Tensor | None, str]  # what is tried, the output, the sentence if it is B's
+Guess = tuple[str, Tensor | None, str] | tuple[str, Tensor | None, str, bool]  # tried, output, sentence, is it vague?
 
 
 @dataclass
@@ -146,8 +146,8 @@ def _masks(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
 
 
 def _say_mask(pair: Pair, seen: Tensor, shown: Tensor, name: str) -> str:
-    said = "pairs of query" if pair.a.positions is not None else explain_masks(seen, shown, pair.real)
-    return f"B's output is that of {name}" if "pairs of query" in said else said
+    said, is_told = explain_masks(seen, shown, pair.real)
+    return said if is_told and pair.a.positions is None else f"B's output is that of {name}"
 
 
 def _first_rows(pair: Pair, target: Tensor) -> list[int]:
@@ -241,7 +241,8 @@ def _factors(a: Kept, target: Tensor) -> Iterator[Guess]:
     yield "the output × a factor", f * o, f"B's output of attention is {f:.4g} times A's{name_factor(f)}."
     each = (o * target).sum(-1, keepdim=True) / o.square().sum(-1, keepdim=True).clamp_min(1e-30)
     said = "B's rows are A's times a factor per query and head: its weights do not sum to 1"
-    yield "rows that no longer sum to 1", each * o, f"{said} (a gate, a sink, weights dropped or not normalised)."
+    said = f"{said} (a gate, a sink, weights dropped or not normalised)."
+    yield "rows that no longer sum to 1", each * o, said, True
 
 
 def fit_scalar(output: Callable, target: Tensor, start: float = 1.0, rows: bool = False):

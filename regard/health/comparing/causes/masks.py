@@ -62,8 +62,8 @@ def _both_real(seen: Tensor, real: Tensor | None) -> Tensor:
     return real[:, None, :, None] & real[:, None, None, :]
 
 
-def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> str:
-    """What B shows that A does not, and the other way round."""
+def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> tuple[str, bool]:
+    """What B shows that A does not, and the other way round; is it more than a count of pairs?"""
     rows = (
         None if real is None or (real.shape[0], real.shape[1]) != (a.shape[0], a.shape[2]) else real[:, None, :, None]
     )
@@ -71,31 +71,31 @@ def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> str:
     if real is not None and a.shape[-1] == real.shape[1]:
         padding = ~real[:, None, None, :].expand(a.shape)
         if bool((differs <= padding).all()):
-            return f"padding is hidden in {'A' if bool((b & differs).any()) else 'B'} only"
+            return f"padding is hidden in {'A' if bool((b & differs).any()) else 'B'} only", True
     if not bool((a == b).any()):
-        return "B's is A's inverted: each shows what the other hides"
+        return "B's is A's inverted: each shows what the other hides", True
     texts = [describe_mask(x, real) for x in (a, b)]
     if texts[0] != texts[1] and OTHER not in texts:
-        return f"A's queries see {texts[0]}, B's {texts[1]}"
+        return f"A's queries see {texts[0]}, B's {texts[1]}", True
     heads = differs.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
     where = "" if len(heads) == a.shape[1] else f" in heads {', '.join(map(str, heads[:8]))}"
     every = torch.ones_like(differs) if rows is None else rows.expand(a.shape)
     if bool((differs == every).all()):
-        return f"each shows what the other hides{where}"
+        return f"each shows what the other hides{where}", True
     by_key = bool((a == a[..., :1, :]).all())
     if a.shape[-2] == a.shape[-1]:
         if torch.equal(a, b.transpose(-1, -2)):
-            return f"A's is B's with queries and keys exchanged{where}"
+            return f"A's is B's with queries and keys exchanged{where}", True
         if near := _describe_distances(a, b, differs):
-            return near + where
+            return near + where, True
     for by in (1, -1):
         if _is_moved(a, b, by):
             what = "padding mask is A's, moved" if by_key else "mask is A's with its keys moved"
-            return f"B's {what} one place {'on' if by > 0 else 'back'}{where}"
+            return f"B's {what} one place {'on' if by > 0 else 'back'}{where}", True
     if texts[0] != texts[1] and where == "":
-        return f"A's queries see {texts[0]}, B's {texts[1]}"
+        return f"A's queries see {texts[0]}, B's {texts[1]}", True
     more, fewer = int((b & ~a & differs).sum()), int((a & ~b & differs).sum())
-    return f"B shows {more} pairs of query and key{where} that A hides, and hides {fewer} that it shows"
+    return f"B shows {more} pairs of query and key{where} that A hides, and hides {fewer} that it shows", False
 
 
 def _is_moved(a: Tensor, b: Tensor, by: int) -> bool:

@@ -60,11 +60,13 @@ def _try_weights(trial: Trial, x: Tensor, a: nn.Module, b: nn.Module, others: Ot
         shapes = f"{list(own[name].shape)} in A, {list(given[name].shape)} in B"
         trial.explains("weights", _run(b, x, {}), f"{name} has other shapes: {shapes}.")
         return
-    said = "; ".join(_relate(name, (own[name], given[name]), others) for name in differs[:3])
+    related = [_relate(name, (own[name], given[name]), others) for name in differs[:3]]
+    said, is_vague = "; ".join(text for text, _ in related), not all(is_told for _, is_told in related)
     result = _run(a, x, {name: given[name] for name in differs})
-    if trial.explains("weights", result, f"B's weights are other ones: {said}."):
+    if trial.explains("weights", result, f"B's weights are other ones: {said}.", is_vague):
         return
-    trial.explains("weights and code", _run(b, x, {}), f"B's weights are other ones ({said}), and its code as well.")
+    said = f"B's weights are other ones ({said}), and its code as well."
+    trial.explains("weights and code", _run(b, x, {}), said, is_vague)
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:
@@ -77,26 +79,26 @@ def is_same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a.to(dtype).double().cpu(), b.to(dtype).double().cpu(), rtol=2 * torch.finfo(dtype).eps)
 
 
-def _relate(name: str, pair: tuple[Tensor, Tensor], others: tuple[dict[str, nn.Module], ...]) -> str:
-    """How B's weight follows from A's, or A's from B's; `others` are the modules of each."""
+def _relate(name: str, pair: tuple[Tensor, Tensor], others: tuple[dict[str, nn.Module], ...]) -> tuple[str, bool]:
+    """How B's weight follows from A's, or A's from B's, and is that known? `others` are the modules of each."""
     for one, other in ((0, 1), (1, 0)):
         held = next((at for at, module in others[one].items() if getattr(module, name, None) is pair[one]), None)
         if held in others[other] and getattr(others[other][held], name, None) is not pair[other]:
-            return f"{name} is tied to {held} in {'AB'[one]}, and is a tensor apart in {'AB'[other]}"
+            return f"{name} is tied to {held} in {'AB'[one]}, and is a tensor apart in {'AB'[other]}", True
     a, b = (x.detach().double().cpu() for x in pair)
     if (found := _follow(name, a, b, others[0])) is not None:
-        return found
+        return found, True
     if (found := _follow(name, b, a, others[1])) is not None:
-        return exchange_letters(found)
+        return exchange_letters(found), True
     if a.ndim == 2 and 32 <= min(a.shape) <= 4096:
         sizes = torch.linalg.svdvals(b - a)
         rank = int((sizes > 1e-3 * sizes[0]).sum())
         if rank <= min(a.shape) // 4:
             said = "an adapter (LoRA) is merged into one of them, or into both at another scale"
-            return f"{name} differs by a matrix of rank {rank}: {said}"
+            return f"{name} differs by a matrix of rank {rank}: {said}", True
     rows = (a - b).reshape(len(a), -1).norm(dim=1) > 1e-3 * a.reshape(len(a), -1).norm(dim=1) if a.ndim else None
     part = "" if rows is None or bool(rows.all()) else f" in {int(rows.sum())} of {len(rows)} rows"
-    return f"{name} differs{part} by {float((a - b).norm()) / float(a.norm().clamp_min(1e-30)):.2g} of its size"
+    return f"{name} differs{part} by {float((a - b).norm()) / float(a.norm().clamp_min(1e-30)):.2g} of its size", False
 
 
 def _follow(name: str, a: Tensor, b: Tensor, others: dict[str, nn.Module]) -> str | None:

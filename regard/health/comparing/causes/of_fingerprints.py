@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ from regard import normalizers
 from regard.health.comparing.causes.generic import explain_generally
 from regard.health.comparing.causes.guesses import GROUPS, Pair, guess_outputs, match_heads
 from regard.health.comparing.causes.rotary import Rotary, explain_rotation
-from regard.health.comparing.causes.trial import Trial, exchange_letters, is_vague, name_factor
+from regard.health.comparing.causes.trial import Cause, Trial, name_factor
 from regard.health.comparing.difference import SAFETY
 from regard.health.comparing.fingerprint import Fingerprint
 from regard.health.comparing.result import list_layers
 from regard.health.comparing.scores import Kept
 from regard.health.comparing.sketches import HEAD, HIDDEN
 
+ORDERED = "weights sharded, stacked or repeated otherwise"
 INNER = ("q", "k", "v", "mask", "scores", "attention")
 FACTS = ("scale", "softcap", "sink", "normalizer", "bias", "temperature", "mask", "heads", "groups", "width", "kind")
 
@@ -74,18 +76,18 @@ def explain(
     a: Fingerprint, b: Fingerprint, place: str, changes: dict[str, float], wrong: set[str]
 ) -> tuple[str | None, list[str]]:
     """(the cause or None, what was tried) of the first difference: what takes A to B, or else B to A."""
-    sentence, tried = _explain_from(a, b, place, changes, wrong)
-    if is_vague(sentence):
+    cause, tried = _explain_from(a, b, place, changes, wrong)
+    if cause is None or cause.is_vague:
         other, more = _explain_from(b, a, place, changes, wrong)
         tried = list(dict.fromkeys([*tried, *more]))
-        if other is not None and (sentence is None or not is_vague(other)):
-            sentence = exchange_letters(other)
-    return sentence, tried
+        if other is not None and (cause is None or not other.is_vague):
+            cause = other.mirrored()
+    return None if cause is None else cause.text, tried
 
 
 def _explain_from(
     a: Fingerprint, b: Fingerprint, place: str, changes: dict[str, float], wrong: set[str]
-) -> tuple[str | None, list[str]]:
+) -> tuple[Cause | None, list[str]]:
     at, part = split(place)
     part = part.removeprefix("cross.")
     prefix = place.removesuffix(part)
@@ -94,10 +96,10 @@ def _explain_from(
     if part == "mask":
         texts = facts.get("mask")
         said = "" if texts is None else f": A's queries see {texts[1]}, B's {texts[2]}"
-        return f"{_lead(a, texts)}the masks differ{said or _say_seen(pair)}.", ["masks"]
+        return Cause(f"{_lead(a, texts)}the masks differ{said or _say_seen(pair)}."), ["masks"]
     if pair is None:
         shapes = [list(one.tensors[place].shape[1:]) for one in (a, b)]
-        return f"the shapes differ: {shapes[0]} in A, {shapes[1]} in B.", ["shapes"]
+        return Cause(f"the shapes differ: {shapes[0]} in A, {shapes[1]} in B."), ["shapes"]
     budget = budget_of(a, b, place)
     if part == "scores":
         found, done = _explain_scores(a, b, pair, facts, budget)
@@ -191,7 +193,7 @@ def _say_seen(pair: tuple[Tensor, Tensor] | None) -> str:
 
 def _explain_scores(
     a: Fingerprint, b: Fingerprint, pair: tuple[Tensor, Tensor], facts: dict[str, tuple], budget: float
-) -> tuple[str | None, list[str]]:
+) -> tuple[Cause | None, list[str]]:
     x, y = (centred(one)[..., :2] for one in pair)  # their logarithms of sums do not scale
     tried = ["logits × a factor"]
     f = float((x * y).sum() / x.square().sum().clamp_min(1e-30))
@@ -201,7 +203,7 @@ def _explain_scores(
         known = name_factor(f, width)
         scales = facts.get("scale")
         said = "" if scales is None or scales[1] is None else f" (scale {scales[1]:.4g} in A, {scales[2]:.4g} in B)"
-        return f"{_lead(a, scales)}logits × {f:.4f}{known} in B{said}.", tried
+        return Cause(f"{_lead(a, scales)}logits × {f:.4f}{known} in B{said}."), tried
     cap = facts.get("softcap")
     if cap is not None:
         tried.append("soft cap")
@@ -211,7 +213,7 @@ def _explain_scores(
             said = " and ".join(
                 f"{'none' if one is None else f'{one:g}'} in {name}" for one, name in zip(cap[1:], "AB", strict=True)
             )
-            return f"{_lead(a, cap)}the soft caps of the logits differ: {said}.", tried
+            return Cause(f"{_lead(a, cap)}the soft caps of the logits differ: {said}."), tried
     return None, tried
 
 
@@ -221,13 +223,13 @@ def _uncapped(x: Tensor, cap: float | None) -> Tensor:
 
 def _explain_heads(
     a: Fingerprint, b: Fingerprint, place: str, pair: tuple[Tensor, Tensor], budget: float, v_differs: bool
-) -> tuple[str | None, list[str]]:
+) -> tuple[Cause | None, list[str]]:
     """Heads in another order, or rotary positions: of q, k, v and attention's output, [1, T, H, P]."""
     tried = ["heads in another order"]
     by_head = [x.transpose(1, 2) for x in pair]
     order = match_heads(by_head[0], by_head[1], tolerance=max(budget, 1e-4))
     if order is not None:
-        return f"its heads are A's in the order {order}: weights sharded, stacked or repeated otherwise.", tried
+        return Cause(f"its heads are A's in the order {order}: {ORDERED}."), tried
     at, part = split(place)
     if part not in ("q", "k") or at is None:
         return None, tried
@@ -238,12 +240,12 @@ def _explain_heads(
     if v_differs or not any(rotary):
         return None, tried
     if rotary[0] is None or rotary[1] is None:
-        return f"{'A' if rotary[0] is None else 'B'} shows no rotary positions, and v agrees.", tried
+        return Cause(f"{'A' if rotary[0] is None else 'B'} shows no rotary positions, and v agrees."), tried
     name, sentence = explain_rotation(*(_as_rotary(one) for one in rotary))
     if not name:
         return None, tried
     layers = [n for n, (x, y) in enumerate(zip(a.layers, b.layers, strict=False)) if _differ(x, y, part)]
-    return f"{say_layers(a, layers)}: {sentence}", tried
+    return Cause(f"{say_layers(a, layers)}: {sentence}"), tried
 
 
 def _differ(x: dict[str, Any], y: dict[str, Any], part: str) -> bool:
@@ -258,11 +260,11 @@ def _as_rotary(one: dict[str, Any]) -> Rotary:
 
 def _explain_output(
     a: Fingerprint, b: Fingerprint, at: int, pair: tuple[Tensor, Tensor], facts: dict[str, tuple], budget: float
-) -> tuple[str | None, list[str]]:
+) -> tuple[Cause | None, list[str]]:
     """Attention's output where its q, k, v and scores agree: every other way to compute it, on the heads kept."""
     order = match_heads(pair[0].transpose(1, 2), pair[1].transpose(1, 2), tolerance=max(budget, 1e-4))
     if order is not None:
-        return f"its heads are A's in the order {order}: weights sharded, stacked or repeated otherwise.", []
+        return Cause(f"its heads are A's in the order {order}: {ORDERED}."), []
     tried = ["heads in another order"]
     pair = _without_norm(pair[0]), _without_norm(pair[1])
     kept, target = _sampled(a, at, pair[0]), _target(a, at, pair[1])
@@ -273,19 +275,19 @@ def _explain_output(
         for name, tiled in _tiled(a, at, kept):
             said = f"B pairs heads with {name} in another order: {GROUPS}"
             trial.explains("order of grouped heads", tiled, said)
-        for name, output, sentence in guess_outputs(guess):
-            trial.explains(name, output, sentence)
+        for one in guess_outputs(guess):
+            trial.explains(*one)
         tried += trial.tried
         if trial.best is not None:
             lead = next((_lead(a, fact) for name, fact in facts.items() if name in ("softcap", "sink", "mask")), "")
-            return lead + trial.best, tried
+            return replace(trial.best, text=lead + trial.best.text), tried
     x, y = pair
     trial = Trial(_linear(x), _linear(y), budget)
     each = (x * y).sum(-1, keepdim=True) / x.square().sum(-1, keepdim=True).clamp_min(1e-30)
     said = "each head's rows are A's times a number of their own: weights that do not sum to 1."
     if "sink" in facts:
         said = f"{_lead(a, facts['sink'])}only {'A' if facts['sink'][1] else 'B'} has sinks in the denominator."
-    trial.explains("a factor per query and head", _linear(each * x), said)
+    trial.explains("a factor per query and head", _linear(each * x), said, "sink" not in facts)
     explain_generally(trial, whole=False)
     return trial.best, [*tried, *trial.tried]
 

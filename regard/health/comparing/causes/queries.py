@@ -11,27 +11,30 @@ from torch import Tensor
 from regard.health.comparing.causes import rotary
 from regard.health.comparing.causes.generic import explain_generally, explain_shapes
 from regard.health.comparing.causes.guesses import Pair, match_heads
-from regard.health.comparing.causes.trial import EXACT, Trial
+from regard.health.comparing.causes.trial import EXACT, Cause, Trial
 from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Run
 from regard.health.comparing.scores import Kept, spread
 from regard.health.report.writer import fold_numbers
 
 
-def explain_inputs(pair: Pair, parts: list[str], run: Run, key: Key) -> tuple[str | None, list[str]]:
+def explain_inputs(pair: Pair, parts: list[str], run: Run, key: Key) -> tuple[Cause | None, list[str]]:
     """(the cause or None, what was tried) of a difference in these of q, k and v; `run` is A's, `key` the call's."""
     crossed = _find_exchange(pair)
     if crossed:
-        return crossed, []
-    sentences: dict[str, list[str]] = {}
+        return Cause(crossed, frozenset({"exchange"})), []
+    causes: dict[str, tuple[Cause, list[str]]] = {}
     tried: list[str] = []
     for part in parts:
         trial = explain_part(pair, part, run, key)
         tried += [name for name in trial.tried if name not in tried]
         if trial.best is None:
             return None, tried
-        sentences.setdefault(trial.best, []).append(part)
-    return "; ".join(f"{' and '.join(named)}: {text.rstrip('.')}" for text, named in sentences.items()) + ".", tried
+        causes.setdefault(trial.best.text, (trial.best, []))[1].append(part)
+    found = [one for one, _ in causes.values()]
+    text = "; ".join(f"{' and '.join(named)}: {text.rstrip('.')}" for text, (_, named) in causes.items())
+    kinds = frozenset().union(*(one.kinds for one in found))
+    return Cause(f"{text}.", kinds, any(one.is_vague for one in found)), tried
 
 
 def explain_part(pair: Pair, part: str, run: Run, key: Key) -> Trial:
@@ -124,7 +127,7 @@ def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> No
             if steady
             else "B turns it by other angles than A: rotary positions of another base, scaling, pairing or none."
         )
-        trial.explains("other angles", rotary.rotate(a, turned), sentence)
+        trial.explains("other angles", rotary.rotate(a, turned), sentence, True)
 
 
 def explain_turned(trial: Trial) -> None:

@@ -5,21 +5,38 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from regard.health.comparing.difference import change
 
-VAGUE = (  # sentences that say how B's numbers follow, and not yet why
-    "do not sum to 1", "each row is a multiple", "in other places", "by other angles", "several facts",
-    "each feature is", "of its size", "neither holds", " of axis ", "A passes on", "a vector per position",
-    "the same vector in every token","pairs of query and key",
-)  # fmt: skip
 EXACT = 2e-5  # relative error of what is computed again from float32 tensors
 CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)  # soft caps of logits in use
+PASSED_ON = "another input"  # what was tried where one model passes on what the other changes
 CLEARLY = 4.0  # times closer than A's own: below that, an explanation explains too little
+
+
+@dataclass(frozen=True)
+class Cause:
+    """An explanation that holds.
+
+    Attributes:
+        text: a sentence.
+        kinds: what was tried and holds, of one or several tensors.
+        is_vague: True if it says how B's numbers follow, and not yet why; another explanation is preferred.
+        left: what is left of the difference.
+    """
+
+    text: str
+    kinds: frozenset[str] = frozenset()
+    is_vague: bool = False
+    left: float = 0.0
+
+    def mirrored(self) -> Cause:
+        """The same with A and B exchanged; that A passes on what B changes does not say how."""
+        return replace(self, text=exchange_letters(self.text), is_vague=self.is_vague or PASSED_ON in self.kinds)
 
 
 @dataclass
@@ -30,7 +47,7 @@ class Trial:
         a, b: what A and B computed.
         budget: how far two tensors are apart by rounding.
         tried: names of what was tried, in order.
-        found: (sentence, what is left of the difference) of what reproduces b.
+        found: the explanations that reproduce b.
     """
 
     a: Tensor
@@ -39,7 +56,7 @@ class Trial:
     part: str = ""
     real: Tensor | None = None
     tried: list[str] = field(default_factory=list)
-    found: list[tuple[str, float]] = field(default_factory=list)
+    found: list[Cause] = field(default_factory=list)
     is_lost: bool = False
 
     def __post_init__(self) -> None:
@@ -49,13 +66,15 @@ class Trial:
         )
         self.is_lost = bool(lost)  # nothing can be told from such values
         if lost:
-            self.found.append((f"B has {lost} values that are not finite, A has none.", 0.0))
+            self.found.append(Cause(f"B has {lost} values that are not finite, A has none."))
 
     @property
     def tolerance(self) -> float:
         return max(self.budget, EXACT)
 
-    def explains(self, name: str, candidate: Tensor | Callable[[], Tensor | None] | None, sentence: str) -> bool:
+    def explains(
+        self, name: str, candidate: Tensor | Callable[[], Tensor | None] | None, sentence: str, is_vague: bool = False
+    ) -> bool:
         """Try one explanation: `candidate` is what B would have computed if it holds. True if that is what it did."""
         if name not in self.tried:
             self.tried.append(name)
@@ -68,22 +87,17 @@ class Trial:
         left = change(self.b, candidate.reshape(self.b.shape), self.part, self.real)
         if not left <= self.tolerance or not left * CLEARLY <= self.before:
             return False
-        self.found.append((sentence, left))
+        self.found.append(Cause(sentence, frozenset({name}), is_vague, left))
         return True
 
     @property
-    def best(self) -> str | None:
+    def best(self) -> Cause | None:
         """The first explanation that none of the others beats clearly; None if none was found."""
         if not self.found:
             return None
-        least = min(left for _, left in self.found)
-        near = [sentence for sentence, left in self.found if left <= max(10.0 * least, 1e-6)]
-        return next((sentence for sentence in near if not is_vague(sentence)), near[0])
-
-
-def is_vague(sentence: str | None) -> bool:
-    """True where another explanation is to be preferred."""
-    return sentence is None or any(words in sentence for words in VAGUE)
+        least = min(one.left for one in self.found)
+        near = [one for one in self.found if one.left <= max(10.0 * least, 1e-6)]
+        return next((one for one in near if not one.is_vague), near[0])
 
 
 def exchange_letters(sentence: str) -> str:

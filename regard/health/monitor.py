@@ -234,7 +234,8 @@ class Monitor:
 
     def observe(self, loss: Any = None, grad_norm: Any = None) -> None:
         """Takes the loss and the gradient's norm of the step that ends; the callbacks pass what the trainer logs."""
-        self._every_step.observe(self.steps, loss, grad_norm)
+        self._guarded(self._observe, "loss", loss)
+        self._guarded(self._observe, "grad_norm", grad_norm)
 
     def at_step(self, step: int) -> None:
         """Set the number of the next step; forwards are not counted from then on. The callbacks call it."""
@@ -282,6 +283,10 @@ class Monitor:
         except Exception as error:
             self._sampler.abort()
             self._teller.warn_once(f"failed {type(error).__name__}", f"Monitor failed at step {self.steps}: {error!r}")
+
+    def _observe(self, name: str, value: Any) -> None:
+        if wrong := self._every_step.observe(self.steps, name, value):
+            self._teller.warn_once(name, wrong)
 
     def _begin_forward(self, module: nn.Module, inputs: tuple, named: dict) -> None:
         if module is not self.model:  # a copy, which has its hooks

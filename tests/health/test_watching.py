@@ -6,12 +6,14 @@ import re
 import warnings
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import regard
 from regard.health import AttentionWarning
+from regard.health.watching.every_step import EveryStep
 from regard.health.watching.incidents import Incidents
 from regard.health.watching.pulse import Pulse
 from regard.health.watching.sample import AT, LayerSample, empty_table, scalars_of, series_names
@@ -344,6 +346,37 @@ def test_a_loss_that_jumps_is_an_incident_that_resolves(moves):
     (incident,) = monitor.incidents
     assert incident.cause == f"loss jumped, attention {'with it' if moves else 'as before'}"
     assert incident.opened <= 44 and 49 <= incident.resolved <= 60
+
+
+def test_a_loss_that_stays_at_a_new_level_is_settled_and_not_resolved():
+    """It was "back in its band" 64 steps later, because the new level was the band then."""
+    every, events = EveryStep(incidents := Incidents()), []
+    for step in range(1, 500):
+        level = 2.0 if step < 60 else 6.0 if step < 200 else 9.0 if step < 300 else 2.0
+        every.observe(step, "loss", level + 0.01 * (step % 3))
+        events += [(one.event, step) for one in every.judge(step, every.describe())]
+        if step == 150:
+            (incident,) = incidents.all
+            assert incident.resolved is None and not incidents.find_open()
+            assert incident.text == "the loss stays at 6 since step 60, 2.01 before"
+            again = EveryStep(incidents)
+            again.load(json.loads(json.dumps(every.state())), step)
+            every = again
+    assert [event for event, _ in events] == ["opened", "settled", "reopened", "settled", "resolved"]
+    assert [60 <= events[0][1] < 70, 120 <= events[1][1] <= 130, 200 <= events[2][1] < 210] == [True] * 3
+    assert incident.resolved >= 300 and incident.text == "the loss is back in its band"
+
+
+def test_a_loss_in_any_number_type_is_followed_and_another_is_told_once():
+    """A loss in NumPy's float32 was ignored without a word."""
+    model = layer()
+    with regard.Monitor(model, every=1000) as monitor, pytest.warns(AttentionWarning) as seen:
+        for loss in (np.float32(2.5), [2.0], torch.zeros(3), torch.zeros(3)):
+            model(torch.randn(2, 24, 16))
+            monitor.step(loss=loss, grad_norm=np.float64(1.5))
+            assert monitor._every_step.loss.last == 2.5 and monitor._every_step.gradient.last == 1.5
+    (told,) = [str(one.message) for one in seen]
+    assert told == "loss is not watched: it must be a number or a tensor of one, got list"
 
 
 def test_values_that_are_lost_from_one_step_to_the_next():

@@ -38,6 +38,7 @@ class LossBand:
         self.rise = 0.0  # of the mean, in noises
         self.outside = 0  # consecutive steps
         self.first_outside: int | None = None
+        self.settled: tuple[int, float, float] | None = None  # at a new level since; the old one, and where it ends
         self._values: deque[float] = deque(maxlen=WINDOW)  # that make the band
         self._recent: deque[tuple[float, float]] = deque(maxlen=MEMORY)  # all: as it was, and held within the band
 
@@ -52,6 +53,8 @@ class LossBand:
             self.rise = find_rise(self._recent) if self.rises else 0.0
             if deviation <= FAR or not self.excess:
                 self._values.append(value)
+                if self.settled and self.middle <= self.settled[2]:
+                    self.settled = None
         if not (self.excess or self.is_rising):
             self.outside, self.first_outside = 0, None
             return
@@ -61,7 +64,7 @@ class LossBand:
         elif self.first_outside is None and self.is_rising:
             self.first_outside = step - MEAN + 1
         if self.outside >= SETTLED and is_finite:
-            self._restart(value)
+            self._settle(step, value)
 
     def _describe(self) -> tuple[float, float]:
         """Returns the middle of the band and the unit of deviations; infinite while too few values are known."""
@@ -71,8 +74,11 @@ class LossBand:
         spread = 1.4826 * median(abs(x - middle) for x in self._values)
         return middle, max(self.spreads * spread, self.share * abs(middle), 1e-30)
 
-    def _restart(self, value: float) -> None:
+    def _settle(self, step: int, value: float) -> None:
         """Takes the level that the number has kept as the band."""
+        middle, unit = self._describe()
+        since = step - self.outside + 1 if self.first_outside is None else self.first_outside
+        self.settled = since, *(self.settled[1:] if self.settled else (middle, middle + FAR * unit))
         self._values = deque([value], maxlen=WINDOW)
         self._recent.clear()
         self.excess, self.rise, self.outside, self.first_outside = 0.0, 0.0, 0, None
@@ -100,13 +106,14 @@ class LossBand:
 
     def state(self) -> dict[str, Any]:
         return {"values": list(self._values), "recent": list(self._recent), "outside": self.outside,
-                "excess": self.excess, "rise": self.rise, "first": self.first_outside}  # fmt: skip
+                "excess": self.excess, "rise": self.rise, "first": self.first_outside, "settled": self.settled}  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._values = deque(state["values"], maxlen=WINDOW)
         self._recent = deque(map(tuple, state.get("recent", ())), maxlen=MEMORY)
         self.outside, self.first_outside = state["outside"], state["first"]
         self.excess, self.rise = state.get("excess", 0.0), state.get("rise", 0.0)
+        self.settled = state.get("settled")
 
 
 def find_rise(pairs: Collection[tuple[float, float]]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,14 +56,18 @@ class EveryStep:
         """True if a compiled graph ever made a call."""
         return self.pulse is not None and self.pulse.has_seen()
 
-    def observe(self, step: int, loss: Any, grad_norm: Any) -> None:
-        """Takes the loss and the gradient's norm of a step; tensors are read later, without a wait."""
-        for band, value in ((self.loss, loss), (self.gradient, grad_norm)):
-            if isinstance(value, Tensor) and value.numel() == 1:
-                self._given.add(value.detach().reshape(1).float(), _receiver(band, step))
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                band.add(step, float(value))
-        self._given.start()
+    def observe(self, step: int, name: str, value: Any) -> str:
+        """Takes the loss or the gradient's norm of a step, tensors without a wait; returns why it cannot."""
+        band = {"loss": self.loss, "grad_norm": self.gradient}[name]
+        if isinstance(value, Tensor) and value.numel() == 1:
+            self._given.add(value.detach().reshape(1).float(), _receiver(band, step))
+            self._given.start()
+        elif isinstance(value, Real) and not isinstance(value, bool):
+            band.add(step, float(value))
+        elif value is not None:
+            shape = f" {list(value.shape)}" if hasattr(value, "shape") else ""
+            return f"{name} is not watched: it must be a number or a tensor of one, got {type(value).__name__}{shape}"
+        return ""
 
     def read(self, step: int) -> tuple[bool, bool]:
         """Reads what the step before has left; returns whether there was anything, and whether it looks wrong."""
@@ -95,7 +100,7 @@ class EveryStep:
         return {
             "lost": "the loss" if is_lost else "an output or a logit" if output_lost else "", "last": band.last,
             "middle": band.middle, "jumped": band.has_jumped, "leapt": band.has_leapt, "first": band.first_outside,
-            "outside": band.outside, "sudden": sudden,
+            "outside": band.outside, "settled": band.settled, "sudden": sudden,
         }  # fmt: skip
 
     def judge(self, step: int, loss: Mapping[str, Any]) -> list[Alarm]:
@@ -110,8 +115,13 @@ class EveryStep:
             found += self._explain_loss(loss, loss["first"] or step + 1)
         alarms = incidents.tell(step, found)
         if not loss["outside"] and is_finite:
-            back = "the loss is back in its band"
-            alarms += [incidents.close(one, step, back) for one in incidents.find_open(*LOSSES)]
+            for one in [one for one in incidents.all if one.resolved is None and one.cause in LOSSES]:
+                if loss["settled"] is None:
+                    alarms.append(incidents.close(one, step, "the loss is back in its band"))
+                elif one.settled is None:
+                    since, before, _ = loss["settled"]
+                    text = f"the loss stays at {loss['middle']:.3g} since step {since}, {before:.3g} before"
+                    alarms.append(incidents.close(one, step, text, "settled"))
         return alarms
 
     def _explain_loss(self, loss: Mapping[str, Any], since: int) -> Iterator[Symptom]:

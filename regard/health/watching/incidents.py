@@ -14,6 +14,7 @@
 A cause has one open incident at a time for each group of layers (those whose names differ in numbers alone). A symptom
 that joins one, a graver state and twice as many heads are updates, not incidents. A jump of the loss that large scores
 explain becomes theirs. An incident resolves after three samples without any of its symptoms; it reopens if they return.
+A loss that keeps a new level for 64 steps is settled, not resolved, until it is back at the old one or jumps again.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Incident:
     action: str = ""
     heads: tuple[Place, ...] = ()  # (layer, head), all so far
     resolved: int | None = None
+    settled: int | None = None  # the step at which its number had kept a new level
     reopened: list[int] = field(default_factory=list)
     symptoms: list[str] = field(default_factory=list)  # kinds, in the order in which they appeared
 
@@ -114,7 +116,7 @@ class Alarm:
     text: str
     action: str = ""
     cause: str = ""
-    event: str = "opened"  # or "updated", "reopened", "resolved"
+    event: str = "opened"  # or "updated", "reopened", "settled", "resolved"
     code: str = ""
 
     def __str__(self) -> str:
@@ -171,8 +173,8 @@ class Incidents:
         one = self.all[at]
         if (one.cause, one.group) != (cause, group):  # what is known now names it better
             one.cause, one.group, one.code = cause, group or one.group, CODES.get(cause, one.code)
-        if one.resolved is not None:
-            one.resolved, event = None, "reopened"
+        if one.resolved is not None or one.settled is not None:
+            one.resolved, one.settled, event = None, None, "reopened"
             one.reopened.append(step)
         self._calm[at] = 0
         new = tuple(dict.fromkeys(s.place for s in some if s.place not in one.heads and s.place[1] >= 0))
@@ -213,16 +215,16 @@ class Incidents:
                 alarms.append(self.close(one, step, text))
         return alarms
 
-    def close(self, one: Incident, step: int, text: str) -> Alarm:
-        """Resolves one incident; returns the event."""
-        one.resolved, one.text = step, text
-        return Alarm(
-            step, one.symptoms[0], "note", one.heads, f"{one.cause}: {text}", "", one.cause, "resolved", one.code
-        )
+    def close(self, one: Incident, step: int, text: str, event: str = "resolved") -> Alarm:
+        """Resolves one incident, or notes that it has settled; returns the event."""
+        setattr(one, event, step)
+        one.text = text
+        return Alarm(step, one.symptoms[0], "note", one.heads, f"{one.cause}: {text}", "", one.cause, event, one.code)
 
     def find_open(self, *causes: str) -> list[Incident]:
-        """Returns the incidents that are open, of these causes or of all."""
-        return [one for one in self.all if one.resolved is None and (not causes or one.cause in causes)]
+        """Returns the incidents that are open and have not settled, of these causes or of all."""
+        unsettled = [one for one in self.all if one.resolved is None and one.settled is None]
+        return [one for one in unsettled if not causes or one.cause in causes]
 
     def state(self) -> dict[str, Any]:
         """Returns what it knows as plain values."""

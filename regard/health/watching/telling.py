@@ -58,7 +58,7 @@ class Teller:
 
     def tell_alarms(self, step: int, alarms: Iterable[Alarm], is_first: bool) -> None:
         """Writes what changed on the first rank, and calls `on_alarm` on all."""
-        opened = [alarm for alarm in alarms if alarm.event != "resolved"]
+        opened = [alarm for alarm in alarms if alarm.event not in ("resolved", "settled")]
         self.alarms += opened
         if alarms and is_first:
             self._log(step, None, [], list(alarms))

@@ -91,3 +91,30 @@ def test_a_call_after_an_error_or_an_inner_module_is_booked_to_who_makes_it(mode
     assert taps.STATE.running == []  # torch ends what it computes anew by an error
     tapped.close()
     assert not any(module._forward_hooks or module._forward_hooks_always_called for module in model.modules())
+
+
+def test_compiled_models_that_are_not_watched_keep_their_graphs(model):
+    """Every graph of the process was dropped, and torch's answer to side effects under a checkpoint stayed another."""
+    from torch._dynamo import config
+
+    traced = []
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.project(x)
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 12, 16)
+    others = torch.compile(Other(), backend=lambda graph, _: traced.append("other") or graph)
+    wrapped = torch.compile(lambda x: model(x), backend=lambda graph, _: traced.append("model") or graph)
+    others(x), wrapped(x)
+    before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    tapped = taps.Taps(model, whole=True)
+    assert config.skip_fwd_side_effects_in_bwd_under_checkpoint is True
+    others(x), wrapped(x)
+    assert traced == ["other", "model", "model"] and set(tapped.read()) == {"0", "0.inner"}
+    tapped.close()
+    assert config.skip_fwd_side_effects_in_bwd_under_checkpoint is before is False

@@ -43,6 +43,7 @@ class _State:
     running: list[nn.Module]  # the innermost last
     whole: bool = False
     eagerly: bool = False  # do calls outside compiled graphs count too?
+    allowed: bool | None = None  # torch's own answer to side effects under a checkpoint, while it is replaced
     in_full: bool = False  # does a forward run whose calls outside graphs are looked at as those in graphs are?
 
     def __init__(self) -> None:
@@ -223,13 +224,13 @@ class Taps:
             module._forward_hooks_always_called[KEY] = True  # type: ignore[index]
         _TAPPED.add(self)
         if tapped:
-            _forget_graphs()
+            _forget_graphs({type(module) for module in tapped.values()})
         self.place()
         _update()
 
     def place(self) -> None:
         """Puts the tensors where the model is now; called between steps, since a model may move."""
-        allow_checkpoints()
+        _allow_checkpoints()
         for module in self.modules.values():
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             known = module.__dict__.get("regard_logits")
@@ -308,6 +309,7 @@ def _update() -> None:
         put_sdpa(_tapped_sdpa)
     elif not _TAPPED and F.scaled_dot_product_attention is _tapped_sdpa:
         put_sdpa(SDPA)
+    _allow_checkpoints()
 
 
 def is_unreadable(x: Tensor) -> bool:
@@ -327,16 +329,25 @@ def _may_attend(module: nn.Module) -> bool:
     return any(getattr(getattr(child, "weight", None), "ndim", 0) == 2 for child in children)
 
 
-def allow_checkpoints() -> None:
-    """Lets checkpointed blocks be compiled with the hooks in them, which torch refuses unless told that it is fine."""
-    if (config := sys.modules.get("torch._dynamo.config")) is not None:
-        config.skip_fwd_side_effects_in_bwd_under_checkpoint = bool(_TAPPED) or False  # type: ignore[attr-defined]
+def _allow_checkpoints() -> None:
+    """Lets checkpointed blocks be compiled with the hooks in them while a model is tapped, which torch refuses else."""
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is None or bool(_TAPPED) == (STATE.allowed is not None):
+        return
+    before, STATE.allowed = STATE.allowed, config.skip_fwd_side_effects_in_bwd_under_checkpoint if _TAPPED else None
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = bool(_TAPPED) or before
 
 
-def _forget_graphs() -> None:
-    """Makes torch.compile trace models again, if it has traced any: those graphs do not have the hooks."""
-    if "torch._dynamo.utils" in sys.modules and sys.modules["torch._dynamo.utils"].counters["stats"]:
-        torch._dynamo.reset()
+def _forget_graphs(classes: set[type]) -> None:
+    """Drops torch.compile's graphs in which modules of these classes are, because those do not have the hooks."""
+    if (frames := sys.modules.get("torch._dynamo.convert_frame")) is None:
+        return
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+
+    for code in filter(None, [held() for held in frames.input_codes.seen]):
+        guards = " ".join(str(entry.guard_manager) for entry in _debug_get_cache_entry_list(code))
+        if any(str(id(cls)) in guards for cls in classes):  # a graph checks the class of every module in it
+            reset_code(code)
 
 
 def has_compiled_parts(model: nn.Module) -> bool:

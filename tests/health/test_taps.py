@@ -98,6 +98,7 @@ def test_compiled_models_that_are_not_watched_keep_their_graphs(model):
     from torch._dynamo import config
 
     traced = []
+
     class Other(nn.Module):
         def __init__(self):
             super().__init__()

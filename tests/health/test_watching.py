@@ -370,7 +370,8 @@ def test_a_loss_that_stays_at_a_new_level_is_settled_and_not_resolved():
 def test_a_loss_in_any_number_type_is_followed_and_another_is_told_once():
     """A loss in NumPy's float32 was ignored without a word."""
     model = layer()
-    with regard.Monitor(model, every=1000) as monitor, pytest.warns(AttentionWarning) as seen:
+    with regard.Monitor(model, every=1000) as monitor, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", AttentionWarning)
         for loss in (np.float32(2.5), [2.0], torch.zeros(3), torch.zeros(3)):
             model(torch.randn(2, 24, 16))
             monitor.step(loss=loss, grad_norm=np.float64(1.5))

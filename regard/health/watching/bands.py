@@ -105,8 +105,10 @@ class LossBand:
         return median(self._values) if self._values else math.nan
 
     def state(self) -> dict[str, Any]:
-        return {"values": list(self._values), "recent": list(self._recent), "outside": self.outside,
-                "excess": self.excess, "rise": self.rise, "first": self.first_outside, "settled": self.settled}  # fmt: skip
+        return {
+            "values": list(self._values), "recent": list(self._recent), "outside": self.outside, "excess": self.excess,
+            "rise": self.rise, "first": self.first_outside, "settled": self.settled,
+        }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._values = deque(state["values"], maxlen=WINDOW)

@@ -385,6 +385,23 @@ class Caching(nn.Module):
         return self.head(o.transpose(1, 2).flatten(2)), (k, v)
 
 
+class Tempered(Caching):
+    """Queries of later tokens are larger, as in layers without rotary positions of Llama 4."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        q, k, v = self.qkv(x).reshape(*ids.shape, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        q = q * (1 + (1 + torch.arange(ids.shape[1]) // 4).log() * self.shift)[:, None]
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(o.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0)])
+def test_a_temperature_by_position_is_no_missing_norm(pair):
+    a, b = (Tempered(shift).eval() for shift in pair)
+    assert "a temperature or scale that follows the position" in regard.compare(a, b, [torch.arange(12)[None]]).cause
+
+
 def test_decoding_and_training_are_compared_where_one_forward_agrees():
     found = regard.compare(Caching(), Caching(shift=1), [torch.arange(12)[None]])
     assert not found.same and found.where.startswith("decoding with a cache, ") and "forward 2" in found.where

@@ -57,7 +57,7 @@ def test_a_layer_that_sees_nothing_is_not_measured_for_that_reason(mask, tmp_pat
     report, found = examined(Reader(mask))
     assert report.heads == [] and report.unmeasured == [("", "none of its queries sees a key")]
     assert found.keys() == {KIND} and found[KIND].measured == (1.0, 1.0)
-    assert report.summary()[0] == "Nothing was measured." and "1 layer could not be measured" in report.summary()[-1]
+    assert "Nothing was measured." in report.summary() and "1 layer could not be measured" in report.summary()[-1]
     report.save(tmp_path / "report.html")
 
 

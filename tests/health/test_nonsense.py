@@ -214,7 +214,7 @@ def test_no_findings_on_a_part_is_no_clean_bill(gap):
     assert any(line.endswith("checks of the measured heads.") for line in part.summary())
     assert ">no problem found<" not in render(part)
     nothing = replace(part, heads=[])
-    assert nothing.summary()[0] == "Nothing was measured."
+    assert nothing.summary()[0] == "Nothing was measured, so nothing was judged."
     assert not any("No problem" in line for line in nothing.summary())
     assert ">not measured<" in render(nothing)
 

@@ -99,6 +99,7 @@ class TorchCalls(TorchFunctionMode):
     def _capture_sigmoid(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Reports σ of what may be a model's own gate, such as Qwen3-Next's; the observer compares its shape."""
         result = self.follower.run(func, args, kwargs)
+        ORDINARY.discard(func)  # the follower's view: here the next one is looked at too
         if isinstance(result, Tensor):
             report_gate(result)
         return result

@@ -28,8 +28,8 @@ LEAST_HEADS = 4  # to compare
 def summarize(report: Report) -> list[str]:
     """The report in a few sentences."""
     causes, loss = count_causes(report), describe_loss(report)
-    lines = [f"{causes[:1].upper()}{causes[1:]}." if causes else describe_no_findings(report)]
-    lines += [*([f"{loss[:1].upper()}{loss[1:]}."] if loss else []), *describe_mixers(report), describe_extent(report)]
+    lines = [*describe_mixers(report), f"{causes[:1].upper()}{causes[1:]}." if causes else describe_no_findings(report)]
+    lines += [*([f"{loss[:1].upper()}{loss[1:]}."] if loss else []), describe_extent(report)]
     if report.unmeasured:
         lines.append(f"{count_noun(len(report.unmeasured), 'layer')} could not be measured; the reasons are listed.")
     if report.interrupted:

@@ -1,13 +1,17 @@
 """`regard.check` does no harm and is honest: the model is as it was, and what was not looked at is said."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from contract_data import codes, run_check
 from torch import nn
 
 import regard
 from regard.health.capture.call import Call
-from regard.health.checks import weight_repairs
+from regard.health.checks import distance_bias, scale_of_config, weight_repairs
 from regard.health.probe import library
+from regard.health.probe.probe import CapturedCall
 from regard.testing import ContractError
 
 WORDS = 40
@@ -24,12 +28,13 @@ def reasons(verdict, code):
 class Model(nn.Module):
     """One causal layer with a table of positions."""
 
+    longest = 0  # tokens that any model was given
+
     def __init__(self, positions=64):
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.positions = nn.Embedding(WORDS, 16), nn.Embedding(positions, 16)
         self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, WORDS)
-        self.longest = 0
 
     def forward(self, input_ids):
         length = input_ids.shape[1]
@@ -196,3 +201,49 @@ def test_chunks_that_are_refused_are_not_passed():
         verdict = regard.check(model, ids(), select="RG2", causal=True)
         assert "RG206" in verdict.passed and ("RG211" in verdict.passed) == (not count)
         assert len(reasons(verdict, "RG211")) == count
+
+
+def test_a_loss_that_was_not_measured_is_said(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no loss")
+
+    monkeypatch.setattr("regard.health.probe.task.Task.read", fail)
+    verdict = regard.check(Model(), dict(input_ids=ids()), select="RG8", causal=True)
+    assert "no loss" in str(reasons(verdict, "loss")) and "loss" in verdict.describe_skipped()
+
+
+def test_layers_of_an_encoder_are_not_those_of_a_decoder():
+    def layers():
+        return nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    part = nn.ModuleDict({"encoder": layers(), "decoder": layers()})
+    found = list(weight_repairs.list_repairs_of_one_layer(SimpleNamespace(part=part, captured=(None, {}))))
+    places = ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
+    assert [one.meaning.rpartition("in ")[2] for one in found] == [f"{place} alone" for place in places]
+    assert [list(one.values()) for one in found] == [[f"{place}.weight"] for place in places]
+
+
+def test_a_bias_of_mixed_sign_is_no_alibi():
+    def bias(slopes):
+        rows = torch.tensor(slopes)[:, None] * torch.arange(11, -1, -1)
+        q = torch.zeros(1, 3, 12, 4)
+        return CapturedCall(
+            ("layer", 0), Call(nn.Identity(), q, q, q, None, "sdpa", mask=rows[None, :, None], cross=False), q, q, q, q
+        )
+
+    def check(slopes):
+        trial = SimpleNamespace(
+            captured=(None, {("layer", 0): bias(slopes)}), find=lambda rule, *_: [rule.code], token_task=None, task=None
+        )
+        return distance_bias.check(trial)
+
+    assert check([-0.1, -0.2, -0.4]) == ["RG741"] and check([0.1, 0.2, 0.4]) == ["RG740"]
+    assert check([0.1, -0.2, 0.4]) == []
+
+
+def test_a_scale_of_code_by_hand_hides_no_configured_one(monkeypatch):
+    by_hand = SimpleNamespace(code="RG421", severity="warning")
+    monkeypatch.setattr(scale_of_config, "check_by_hand", lambda *_: [by_hand])
+    monkeypatch.setattr(scale_of_config, "layer_config", lambda *_: object())
+    monkeypatch.setattr(scale_of_config, "configured_scale", lambda *_: ("attention_multiplier", 1.0))
+    assert codes(run_check("scale_of_config", Model(), ids())) == ["RG421", "RG410"]

@@ -201,7 +201,7 @@ def test_windows_that_reach_round_the_edge(masked):
 def test_one_layer_read_otherwise_and_norms_that_were_not_loaded():
     model, batches, _ = projection_transposed.make()
     (found,) = run_check("weight_repairs", model, batches)
-    assert "attn.proj.weight is transposed, in layer 1 alone" in found.evidence
+    assert "attn.proj.weight is transposed, in blocks.1 alone" in found.evidence
     model, _ = checkpoint("tiny-scaled")
     text = encode(sample_text()[: 8 * 96]).view(8, 96)
     assert codes(run_check("constant_vectors", model, text)) == []

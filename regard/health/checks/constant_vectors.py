@@ -53,14 +53,8 @@ def check(trial: Trial) -> list:
         f"{float(dict(trial.part.named_parameters())[names[0]].flatten()[0]):g}, {why}"
         for names, why in found[:4]
     ]
-    keys = [
-        key for key in calls_of(trial) if any(name.startswith(f"{key[0]}.") for names, _ in found for name in names)
-    ]
+    keys = [key for key in trial.keys if any(name.startswith(f"{key[0]}.") for names, _ in found for name in names)]
     return trial.find(RULES[0], "warning", keys, "; ".join(texts) + ".", "all numbers of a vector equal to 0 or to 1")
-
-
-def calls_of(trial: Trial) -> list:
-    return list(trial.captured[1]) if trial.batches else []
 
 
 def group_vectors(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -61,7 +60,7 @@ def check(trial: Trial) -> list:
     if grows:
         text = f"The bias grows by {float(slopes[grows[0]].max()):.2g} per position of distance in the steepest head"
         findings += trial.find(SIGN, "warning", grows, f"{text}, in {len(grows)} layers (first {grows[0][0]}).")
-    known = {key: s.abs() for key, s in slopes.items() if key not in grows}
+    known = {key: -s for key, s in slopes.items() if bool((s < 0).all())}
     for describe in (describe_reversed, describe_repeated):
         if texts := {key: text for key, s in known.items() if (text := describe(s))}:
             key, text = next(iter(texts.items()))
@@ -107,7 +106,7 @@ def find_better_slopes(trial: Trial, slopes: dict[Key, Tensor]) -> list:
             at = torch.arange(call.k.shape[2], device=call.k.device)
             distance = (at[:, None] - at).clamp_min(0)
             more = (slopes[key] - change[key])[:, None, None] * distance
-            return replace(call, mask=call.mask + more).run()
+            return call.changed(mask=call.mask + more).run()
 
         changed = task.losses(bend)
         if task.compare(own, changed).word == WORDS["helps"]:

@@ -45,8 +45,7 @@ def check(trial: Trial) -> list:
     wrong: dict[str, list[Key]] = {}
     judged = 0
     inside = capture_inside(trial)
-    if found := check_by_hand(trial, inside):
-        return found
+    by_hand = check_by_hand(trial, inside)
     for key, one in trial.captured[1].items():
         config = layer_config(trial, one)
         named = None if config is None else configured_scale(config, one)
@@ -61,13 +60,13 @@ def check(trial: Trial) -> list:
                 f"the value of {named[0]}"
             )
             wrong.setdefault(text, []).append(key)
-    if not judged:
+    if not judged and not by_hand:
         raise NothingToCheck("the configuration names no scale, or the scale is learned")
     if not wrong:
-        return []
+        return by_hand
     texts = [f"{text} ({len(keys)} layers, first {keys[0][0]})" for text, keys in wrong.items()]
     keys = [key for group in wrong.values() for key in group]
-    return trial.find(
+    return by_hand + trial.find(
         RULES[0], "warning", keys, ". ".join(texts[:4]) + ".", f"relative difference of the scales > {OFF:g}"
     )
 

@@ -62,7 +62,7 @@ def check(trial: Trial) -> list:
             owners[name.rpartition(".")[0].rpartition(".")[0]].append(name)
     is_whole = any(len(names) > 1 and random.issuperset(names) for names in owners.values())
     name, x, usual = fresh[0]
-    keys = [key for key in calls_of(trial) if any(other.startswith(f"{key[0]}.") for other, *_ in fresh)]
+    keys = [key for key in trial.keys if any(other.startswith(f"{key[0]}.") for other, *_ in fresh)]
     return trial.find(
         RULES[0], "warning" if is_whole else "note", keys,
         f"{', '.join(other.removesuffix('.weight') for other, *_ in fresh[:4])}{' …' if len(fresh) > 4 else ''}: the "
@@ -87,10 +87,6 @@ def share_of_random(model: nn.Module) -> float | None:
     """The share of matrices whose spectral norm is that of random numbers; None without a matrix to judge."""
     known = [(spectral_ratio(w.detach()), w.shape) for name, w in model.named_parameters() if is_judged(name, w)]
     return sum(x < largest_of_random(*shape) for x, shape in known) / len(known) if known else None
-
-
-def calls_of(trial: Trial) -> list:
-    return list(trial.captured[1]) if trial.batches else []
 
 
 def is_judged(name: str, w: Tensor) -> bool:

@@ -26,7 +26,7 @@ from regard.health.probe.trial import Trial
 BAD = 0.8  # of the unigrams' loss: a model below it is not repaired
 SECONDS, FEW_SECONDS = 10.0, 3.0  # for all repairs together, where the loss is bad and where it is not
 MOST_WEIGHTS = 300_000_000
-NUMBER = re.compile(r"\d+")
+NUMBER, LAYER = re.compile(r"\d+"), re.compile(r"\D*\d+")  # the second: "decoder.layers.3", not of an encoder
 QUERIES = re.compile(r"(^|[._])(q|query|q_proj|q_lin|to_q|wq|query_proj)\.weight$")
 KEYS = re.compile(r"(^|[._])(k|key|k_proj|k_lin|to_k|wk|key_proj)\.weight$")
 VALUES = re.compile(r"(^|[._])(v|value|v_proj|v_lin|to_v|wv|value_proj)\.weight$")
@@ -152,14 +152,14 @@ def list_repairs_of_one_layer(trial: Trial) -> Iterator[WeightRepair]:
     layers: dict[str, dict[str, list]] = defaultdict(dict)
     for role, members in find_roles(trial).items():
         for name, p in members if "#" in role else ():
-            layers[NUMBER.search(name)[0]].setdefault(role, []).append((name, p))  # type: ignore[index]
+            layers[LAYER.match(name)[0]].setdefault(role, []).append((name, p))  # type: ignore[index]
     if len(layers) < 2:
         return
     listed = [list(list_inner_repairs(trial, inner)) for inner in layers.values()]
     for repairs in zip_longest(*listed):
-        for number, repair in zip(layers, repairs, strict=True):
+        for layer, repair in zip(layers, repairs, strict=True):
             if repair is not None:
-                yield WeightRepair(f"{repair.meaning}, in layer {number} alone", repair.values)
+                yield WeightRepair(f"{repair.meaning}, in {layer} alone", repair.values)
 
 
 def on_all(meaning: str, members: list[tuple[str, Tensor]], change: Change) -> WeightRepair:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.health import checks
 from regard.health.checks import Rule, find_all
 from regard.health.checks.finding import sort_findings
-from regard.health.contract.run import SECONDS, Checks, describe_raised, run_checks
+from regard.health.contract.run import LOSS, SECONDS, Checks, describe_raised, run_checks
 from regard.health.contract.selection import choose_rules
 from regard.health.contract.verdict import Skipped, Verdict
 from regard.health.measure.batches import as_batches, evaluation_mode, is_function, run_batch
@@ -118,8 +118,8 @@ def check(
     titles = checks.rules()
     passed = sorted((set(outcome.made) & chosen) - failed - {code for code, _ in outcome.reasons})
     skipped = [
-        Skipped(code, titles[code].title, why, code in outcome.absent)
-        for code, why in sorted(outcome.reasons) if code in wanted - failed
+        Skipped(code, titles[code].title if code in titles else "loss and what-ifs", why, code in outcome.absent)
+        for code, why in sorted(outcome.reasons) if code in (wanted | {LOSS}) - failed
     ]  # fmt: skip
     gaps = [one.reason for one in skipped if not one.is_absent]
     error = outcome.error

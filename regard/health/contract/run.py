@@ -26,6 +26,7 @@ from regard.health.probe.task import LossChange, LossReading
 from regard.health.probe.trial import Trial
 from regard.health.what_if import WhatIf, parse
 
+LOSS = "loss"  # stands for a code where the loss, which is no rule, was not measured
 MOST_HEADS = 512  # of a finding whose heads are removed together
 
 
@@ -123,6 +124,7 @@ def run_checks(
                     findings = [_with_effect(trial, ablator, finding) for finding in findings]
             except Exception as error:
                 result.skipped.append(("loss and ablation", describe_raised(error)))
+                result.reasons.append((LOSS, describe_raised(error)))
     except KeyboardInterrupt:
         result.is_stopped = True
         for module in wanted[number:]:

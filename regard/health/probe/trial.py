@@ -99,6 +99,11 @@ class Trial:
         sample = self.sample  # raises before the model is intercepted
         return self.probe.capture(sample)
 
+    @property
+    def keys(self) -> list[Key]:
+        """The attention calls on the text; none where the batches hold no token ids."""
+        return list(self.captured[1]) if self.batches else []
+
     @cached_property
     def tolerance(self) -> float:
         """The relative change above which two outputs differ by more than rounding."""

@@ -40,6 +40,11 @@ def test_hybrids_keep_a_layer_of_each_kind():
     assert {"full_attention", "linear_attention"} <= set(kinds)
 
 
+def test_windows_of_images_are_shrunk_with_them():
+    model = make_model("swin")
+    assert model.config.image_size == 32 and 2 * model.config.window_size == 8  # two windows across the first stage
+
+
 def test_what_cannot_be_made_is_said():
     assert len(list_names()) > 300
     with pytest.raises(NotBuilt, match="no configuration 'lama'"):

@@ -5,6 +5,7 @@ The output is multiplied by fixed random numbers and differentiated once; no `.g
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from inspect import signature
@@ -38,6 +39,7 @@ NOT_FINITE = Rule(
     ("transformers#41727",),
 )  # fmt: skip
 RULES = (MISSING, NOT_FINITE)
+NUMBER = re.compile(r"^(.*?\.?)(\d+)(?=\.|$)")  # of a layer in its list, in a module's name
 BY_DESIGN = (
     "lora_",
     "adaption_prompt",  # behind a gate that is 0 at first
@@ -103,14 +105,23 @@ def with_segments(trial: Trial, text: TokenBatch) -> TokenBatch | None:
 
 
 def attention_parameters(trial: Trial) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of the modules whose attention calls were captured."""
-    owners = {one.call.module: key for key, one in trial.captured[1].items() if one.k.shape[2] > 1}
+    """(name, parameter) of the modules whose attention calls were captured, and whose keys have different values.
+
+    Where all values are equal, as those of MaskFormer's first queries, which are 0, no weight changes the output.
+    """
+    calls = [(key, one) for key, one in trial.captured[1].items() if one.k.shape[2] > 1]
+    owners = {one.call.module: key for key, one in calls if not has_equal_values(one.v)}
     seen: set[int] = set()
     for module, key in owners.items():
         for name, p in module.named_parameters():
             if id(p) not in seen and p.is_floating_point() and not p.is_meta:
                 seen.add(id(p))
                 yield f"{key[0]}.{name}".lstrip("."), p
+
+
+def has_equal_values(v: Tensor) -> bool:
+    """True if the values [B, H, N, D] of all keys are equal but for rounding."""
+    return bool((v - v[:, :, :1]).abs().max() <= 4 * torch.finfo(v.dtype).eps * v.abs().max())
 
 
 @contextmanager
@@ -159,9 +170,16 @@ def find_missing(trial: Trial, grads: dict[str, Tensor | None]) -> list:
             f"{f', and as many in {len(names) - 1} more' if len(names) > 1 else ''}: what they project is not used."
         )
     keys = keys_of(trial, names)
-    is_unused = is_library_code(trial.model) and keys[:1] == list(trial.captured[1])[-1:]
-    severity = "note" if is_unused else "warning"  # the last layer's second stream, which its class does not read
+    is_unused = is_library_code(trial.model) and (have_no_next(trial, keys) or all(grads[name] is None for name in names))
+    severity = "note" if is_unused else "warning"  # the last layer's second stream, or LUKE's entities: not in the batch
     return trial.find(MISSING, severity, keys, text, "a gradient that is missing or exactly 0")
+
+
+def have_no_next(trial: Trial, keys: list[Key]) -> bool:
+    """True if each of these layers is the last of its list: no module has its name with the next number."""
+    names = {name for name, _ in trial.part.named_modules()}
+    found = [NUMBER.search(key[0]) for key in keys]
+    return all(one is not None and f"{one[1]}{int(one[2]) + 1}" not in names for one in found)
 
 
 def find_not_finite(trial: Trial, grads: dict[str, Tensor | None]) -> list:

@@ -5,13 +5,14 @@ last quarter and the last one alone are exchanged, and the first layer whose ear
 """
 
 from collections.abc import Callable
+from inspect import signature
 
 from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
-from regard.health.probe.futures import Leak, change_later
+from regard.health.probe.futures import Leak, change_later, find_leaks
 from regard.health.probe.probe import Key, relative_change
 from regard.health.probe.rounding import largest_change
 from regard.health.probe.trial import Trial
@@ -53,7 +54,8 @@ def check(trial: Trial) -> list[Finding]:
     key, where, remedy = locate(trial, worst)
     return trial.find(
         RULE, "critical", [key] if key else [],
-        f"{worst}{describe_reach(trial, leaks)}. The leak begins {where}. The model must not see later tokens: {why}.",
+        f"{worst}{describe_reach(trial, leaks)}. The leak begins {where}.{describe_cache(trial)} "
+        f"The model must not see later tokens: {why}.",
         f"relative change of an earlier row > {trial.rounding:.2g}, which rounding explains",
         f"{remedy} Losses measured with this leak are too low: in generation the later tokens are not there. Pass "
         "causal=False if the model may see them.",
@@ -88,6 +90,22 @@ def find_one_way(trial: Trial) -> list[Key]:
 
     changed = largest_change(trial.captured[0], trial.probe.run(trial.sample, forget))
     return list(calls) if changed > trial.rounding else []
+
+
+def describe_cache(trial: Trial) -> str:
+    """Whether the leak is there only with use_cache=True, which is tried without: FSMT then makes no causal mask."""
+    config = getattr(trial.model, "config", None)
+    accepts = "use_cache" in signature(trial.model.forward).parameters
+    if not accepts or not trial.sample.named.get("use_cache", getattr(config, "use_cache", False)):
+        return ""
+    before, trial.probe.extra = trial.probe.extra, {**trial.probe.extra, "use_cache": False}
+    try:
+        is_gone = all(leak.amount <= trial.rounding for leak in find_leaks(trial.probe.run, trial.sample))
+    except Exception:  # a forward that needs its cache
+        return ""
+    finally:
+        trial.probe.extra = before
+    return " It is there only with use_cache=True, the model's default; use_cache=False hides them." if is_gone else ""
 
 
 def describe_reach(trial: Trial, leaks: list[Leak]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -44,9 +45,22 @@ def is_tied_by_config(model: nn.Module) -> bool:
     return getattr(config, "tie_word_embeddings", getattr(inner, "tie_word_embeddings", False)) is True
 
 
+def leaves_head_alone(model: Any) -> bool:
+    """True of a library class that ties other weights than its output layer's, as Pop2Piano and LUKE do."""
+    tied = getattr(model, "_tied_weights_keys", None)
+    if not type(model).__module__.startswith("transformers.") or not isinstance(tied, dict):
+        return False
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return False
+    names = [f"{name}.weight" for name, module in model.named_modules() if module is head]
+    return not any(re.search(one, name) for name in names for pair in tied.items() for one in pair)
+
+
 def find_untied(trial: Trial) -> list:
     model: Any = trial.model
-    if not is_tied_by_config(model) or not hasattr(model, "get_output_embeddings"):
+    if not is_tied_by_config(model) or not hasattr(model, "get_output_embeddings") or leaves_head_alone(model):
         return []
     try:
         pair = model.get_input_embeddings(), model.get_output_embeddings()

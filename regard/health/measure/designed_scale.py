@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 QK_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_?(layer_?)?norm$|(^|\.)norm_?(q|k)$")
 SCALE_OF_ONE = re.compile(r"self\.(scaling|scale)\s*=\s*1(\.0*)?\s*(#|$)", re.MULTILINE)
+COMMENT = re.compile(r"#.*")
+SOFTMAX = re.compile(r"softmax\(")
+ANY_SCALE = re.compile(r"scal|sqrt|norm_factor|\*\*\s*\(?-?\s*\(?(0?\.5|1\s*/\s*2)")  # in the code of a class
 NAMED = ("attention_multiplier", "query_pre_attn_scalar")
 BUCKETS = "relative_attention_num_buckets"  # of the T5 family
 SAME = 1e-3
@@ -51,8 +54,13 @@ def is_designed(module: nn.Module, scale: float) -> bool:
 
 @cache
 def _sets_one(kind: Any) -> bool:
-    """True if the class sets its scale to 1."""
+    """True if the class sets its scale to 1, or computes softmax(q kᵀ) without any, as GPT-Neo's, and is as written."""
     try:
-        return SCALE_OF_ONE.search(inspect.getsource(kind)) is not None
+        source, file = COMMENT.sub("", inspect.getsource(kind)), inspect.getsourcefile(kind)
     except (OSError, TypeError):
         return False
+    if SCALE_OF_ONE.search(source):
+        return True
+    codes = (getattr(inspect.unwrap(one), "__code__", None) for one in vars(kind).values() if callable(one))
+    is_as_written = all(code.co_filename == file for code in codes if code is not None)
+    return is_as_written and SOFTMAX.search(source) is not None and ANY_SCALE.search(source) is None

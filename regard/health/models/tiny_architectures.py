@@ -120,7 +120,8 @@ def shrink(default: Any, way: str = WAYS[0], **options: Any) -> Any:
     _fit_layers(changed, default)
     if "shallow" not in way:
         _fit_rotary(changed, default)
-        changed.update(PATCHES.get(kind.model_type, {}))
+        if not changed.get("out_features"):  # a backbone keeps the stages that are named
+            changed.update(PATCHES.get(kind.model_type, {}))
     return kind(**{**{name: value for name, value in changed.items() if value is not KEEP}, **options})
 
 
@@ -292,7 +293,12 @@ def _fit_rope(rope: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
 _FULL_AND_SLIDING = ["sliding_attention", "full_attention"]
 _GEMMA4 = dict(num_hidden_layers=2, layer_types=_FULL_AND_SLIDING, global_head_dim=32, hidden_size_per_layer_input=16)
 _MAMBA2_HYBRID = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_expand=2)
+_SWIN = dict(depths=(2, 2), num_heads=(3, 6), embed_dim=24, image_size=32, window_size=4)  # 8 × 8, then 4 × 4 patches
 PATCHES: dict[str, dict[str, Any]] = {
+    "swin": _SWIN,
+    "swinv2": _SWIN,
+    "donut-swin": _SWIN,
+    "maskformer-swin": _SWIN,
     "bamba": dict(num_hidden_layers=3, attn_layer_indices=[1], **_MAMBA2_HYBRID),
     "deepseek_v2": dict(num_experts_per_tok=2),
     "blip-2": dict(image_token_index=FIRST_SPECIAL),
@@ -368,6 +374,10 @@ def spread_weights(model: nn.Module) -> None:
                 weight.normal_(0.0, max(fan_in, 1) ** -0.5)
             else:
                 weight.normal_(float(name.endswith("weight")), 0.3)
+        for name in model.state_dict().keys() & dict(model.named_buffers()).keys():
+            buffer = model.get_buffer(name)
+            if buffer.is_floating_point() and buffer.ndim > 1 and not bool(buffer.any()):
+                buffer.normal_()  # a codebook, which is 0 until it is loaded
 
 
 def one_line(error: BaseException) -> str:

@@ -170,8 +170,8 @@ def find_missing(trial: Trial, grads: dict[str, Tensor | None]) -> list:
             f"{f', and as many in {len(names) - 1} more' if len(names) > 1 else ''}: what they project is not used."
         )
     keys = keys_of(trial, names)
-    is_unused = is_library_code(trial.model) and (have_no_next(trial, keys) or all(grads[name] is None for name in names))
-    severity = "note" if is_unused else "warning"  # the last layer's second stream, or LUKE's entities: not in the batch
+    is_unused = have_no_next(trial, keys) or all(grads[name] is None for name in names)  # another stream, or input
+    severity = "note" if is_unused and is_library_code(trial.model) else "warning"
     return trial.find(MISSING, severity, keys, text, "a gradient that is missing or exactly 0")
 
 

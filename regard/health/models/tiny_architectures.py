@@ -103,7 +103,7 @@ def make_config(name: str, way: str = WAYS[0], **options: Any) -> Any:
         raise NotBuilt(f"its small configuration: {one_line(error)}") from error
 
 
-def shrink(default: Any, way: str = WAYS[0], **options: Any) -> Any:
+def shrink(default: Any, way: str = WAYS[0], is_inner: bool = False, **options: Any) -> Any:
     """Returns a configuration of the same class as `default`, with small numbers; nested ones are shrunk too.
 
     A class whose numbers depend on one another in a way of its own may refuse the small ones. Ways to go on: "filled"
@@ -116,12 +116,12 @@ def shrink(default: Any, way: str = WAYS[0], **options: Any) -> Any:
     for name in getattr(kind, "sub_configs", {}):
         inner = getattr(default, name, None)
         if inner is not None and hasattr(inner, "to_dict"):
-            changed[name] = shrink(inner, way)
+            changed[name] = shrink(inner, way, is_inner=True)
     _fit_layers(changed, default)
     if "shallow" not in way:
         _fit_rotary(changed, default)
-        if not changed.get("out_features"):  # a backbone keeps the stages that are named
-            changed.update(PATCHES.get(kind.model_type, {}))
+        patch = PATCHES.get(kind.model_type, {})
+        changed.update({} if is_inner and patch is _SWIN else patch)  # a backbone keeps its stages, which are named
     return kind(**{**{name: value for name, value in changed.items() if value is not KEEP}, **options})
 
 

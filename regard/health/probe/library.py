@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +23,7 @@ HELPERS = (
     "transformers.integrations.flex_attention", "transformers.modeling_layers", "transformers.activations",
     "transformers.pytorch_utils", "transformers.loss.loss_utils",
 )  # fmt: skip
+PYTHON = Path(sysconfig.get_path("stdlib"))
 FUNCTIONS = ("scaled_dot_product_attention", "softmax", "dropout", "linear", "layer_norm", "embedding")  # of torch
 
 
@@ -111,12 +113,15 @@ def _in_library(function: Any) -> bool:
 
 
 def _is_own(module: str) -> bool:
-    return module.partition(".")[0] in OWN
+    package = module.partition(".")[0]
+    return package in OWN or package in sys.stdlib_module_names
 
 
 @cache
 def _is_library_file(name: str) -> bool:
-    """True for a file of the packages as they are installed, wherever the user's own code lies."""
+    """True for a file of the packages as they are installed, or of Python, wherever the user's own code lies."""
+    if Path(name).is_relative_to(PYTHON) and "site-packages" not in name:  # typing, abc: imported by transformers
+        return True
     files = [Path(file) for package in OWN if (file := getattr(sys.modules.get(package), "__file__", None))]
     return any(Path(name).is_relative_to(file.parent if file.name == "__init__.py" else file) for file in files)
 

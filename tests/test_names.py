@@ -47,6 +47,14 @@ def test_importing_and_listing_bring_no_health():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == ["False"] * 2
 
 
+def test_health_imports_no_compiler():
+    """torch._dynamo takes longer to import than torch: a mistyped folder would wait for it."""
+    code = (
+        "import regard.health, sys; print([name for name in ('torch._dynamo', 'transformers') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
 def test_import_star_brings_them_all():
     names: dict = {}
     exec("from regard import *", names)

@@ -61,7 +61,7 @@ def test_nan_is_an_illness_and_no_clean_bill():
     assert finding.places[0] == (0, 0) and ("0", 0) in finding.heads
     page = render(report)
     assert "critical findings" in page and "no problem found" not in page.split("<main>")[1]
-    assert report.summary()[0] == "Not finite since layer 0."
+    assert report.summary()[0] == "Not finite since 0."
 
 
 @pytest.mark.parametrize("length", [20, 300])  # 300: the output that goes on is the rebuilt one
@@ -74,7 +74,7 @@ def test_nan_in_one_head_is_reported_that_head(length, tmp_path):
     assert regard.examine(model, batches, snapshot=tmp_path / "so far").findings == [finding]
     assert (finding.heads, finding.places) == ((("0", 2),), [(0, 2)])
     assert "the first is 0 (1 of its 4 heads)." in finding.evidence
-    assert report.summary()[0] == "Not finite since layer 0."
+    assert report.summary()[0] == "Not finite since 0."
 
 
 def test_what_was_measured_but_never_compared_has_no_numbers(monkeypatch):
@@ -112,7 +112,7 @@ def test_findings_of_a_module_used_twice_name_the_use():
     assert {index for index, _ in sharp.places} == {0}
     flat = next(finding for finding in report.findings if finding.kind == "diffuse")
     assert {index for index, _ in flat.places} == {1}
-    assert report.summary()[0] == "Scale off since layer 0."
+    assert report.summary()[0] == "Scale off since att."
     assert report.to_json()["findings"][0]["indices"]
 
 

@@ -148,7 +148,10 @@ def test_the_demo_tells_the_two_models_apart(tmp_path, capsys):
     assert main(["demo"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("tiny-unscaled") and len(out.splitlines()) <= 35
-    assert "✗ CRITICAL  scale off since layer 0\n" in out and "1 scale off  layers 0–3, all heads" in out
+    assert (
+        "✗ CRITICAL  scale off since blocks.0.attention\n" in out
+        and "1 scale off  blocks.0–3.attention, all heads" in out
+    )
     assert "so        exploding logits, dying gradient, collapsed\n" in out
     assert "its twin, trained with 1/√d: no cause found" in out and "regard examine ./my-model" in out
     assert "page      report.html\n" in out
@@ -172,7 +175,7 @@ def test_checkpoints_load_and_know_their_options():
 def test_look_at_a_folder(folder, tmp_path, capsys):
     assert main(["look", str(folder), "--text", "a cat sat on a mat", "--layer", "1", "--head", "2", "--top", "2"]) == 0
     out = capsys.readouterr().out
-    assert "layer 1, head 2" in out and "[CLS]" in out and "→" in out
+    assert "layer.1.attention.self, head 2" in out and "[CLS]" in out and "→" in out
     assert main(["look", str(folder), "--text", "a cat sat", "--out", "look.html"]) == 0
     assert "8 heads on" in capsys.readouterr().out
     (tmp_path / "cat.txt").write_text("a cat sat on a mat")
@@ -181,7 +184,7 @@ def test_look_at_a_folder(folder, tmp_path, capsys):
     assert main(["look", str(folder), "--text", str(tmp_path / "cat.txt")]) == 0
     assert capsys.readouterr().out == spelled
     assert main(["look", str(folder), "--layer", "9"]) == 1
-    assert capsys.readouterr().err.startswith("regard look: layer: the model has layers 0 to 1, got 9")
+    assert capsys.readouterr().err.startswith("regard look: layer: the model has 2 attention layers, got 9")
     assert main(["look", str(folder), "--device", "nonsense"]) == 2
     assert "--device nonsense: no such kind of device; use cpu" in capsys.readouterr().err
     assert main(["look", str(folder), "--rows", "x"]) == 2

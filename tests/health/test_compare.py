@@ -82,7 +82,7 @@ def test_findings_of_one_kind_are_added_and_gaps_are_told(tmp_path, capsys, data
     out = capsys.readouterr().out
     first, *rest = out.splitlines()
     assert first.startswith("≠ No verdict: B: nothing was measured") and "Resolved" not in out
-    assert "unseen    scale off in layer 0, heads 0–1" in rest
+    assert "unseen    scale off in self_attn, heads 0–1" in rest
     assert "layers not measured: 1" in out
     assert r"nothing was measured; not finished: KeyboardInterrupt\x1b[2J" in out
     assert "nothing was measured; not finished: KeyboardInterrupt" in (tmp_path / "both.html").read_text()

@@ -40,9 +40,9 @@ def test_a_change_is_located_at_its_layer(healthy):
     assert all(layer == 1 for change in comparison.new if change.kind == "scale off" for layer, _ in change.appeared)
     first = comparison.first_differences["entropy_ratio"]
     assert (first.index, first.layer) == (1, "layers.1.self_attn") and first.amount > 0.1
-    assert "first: layer 1 (layers.1.self_attn) differs, in " in str(comparison)
+    assert "first: layers.1.self_attn differs, in " in str(comparison)
     word, sentence = comparison.verdict
-    assert word == "worse" and sentence.startswith("B is worse than A: scale off in layer 1, heads 0–3")
+    assert word == "worse" and sentence.startswith("B is worse than A: scale off in layers.1.self_attn, heads 0–3")
     assert comparison.summary()[2].startswith("do first: ") and comparison.first_layer == 1
     back = regard.compare(stack((2.0, 40.0, 2.0)), healthy)
     assert back.verdict[0] == "better" and "no more scale off" in back.verdict[1]

@@ -198,7 +198,7 @@ def test_it_prints_and_draws(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(layer=7), "layers 0 to 1, got 7"),
+        (dict(layer=7), "2 attention layers, got 7"),
         (dict(layer="blocks.1.attentoin"), "did you mean 'blocks.1.attention'"),
         (dict(layer=0, head=9), "heads 0 to 1, not 9"),
         (dict(rows=50), "20 queries, got row 50"),

@@ -70,4 +70,7 @@ def test_torchs_causal_biases_know_an_sdpa_that_was_imported_before(context):
         found.append(SDPA(q, q, q, attn_mask=own))
     found.append(SDPA(q, q, q, attn_mask=own))
     assert len(found) == 3 and all(type(o) is torch.Tensor and torch.allclose(o, expected) for o in found)
-    assert CausalBias.__dict__["__torch_function__"] is interception._BY_NAME and F.scaled_dot_product_attention is SDPA
+    assert (
+        CausalBias.__dict__["__torch_function__"] is interception._BY_NAME[CausalBias]
+        and F.scaled_dot_product_attention is SDPA
+    )

@@ -188,7 +188,7 @@ def test_a_terminal_without_blocks_gets_digits():
 def test_the_summary_names_what_was_found(report):
     said = " ".join(report.summary())
     assert "8 heads in 2 attention layers, measured on 48 rows each." in said
-    assert report.summary()[0].lower() == f"{report.diagnosis[0].kind} since layer 0."
+    assert report.summary()[0].lower() == f"{report.diagnosis[0].kind} since layers.0.self_attn."
     healthy = examine(model(sharp=2.0), [torch.randn(4, 24, 16)])
     assert healthy.findings == []
     assert (

@@ -17,7 +17,7 @@ from regard.health.report.glossary import link_words
 from regard.health.report.page import payload, report_page
 from regard.health.report.page.causes import is_judged_again
 from regard.health.report.screen import describe_place
-from regard.health.report.summary import find_unusual
+from regard.health.report.summary import find_unusual, list_names, name_layers
 from regard.health.tokens.kinds import KINDS, MIXED
 
 DOCS = Path(__file__).parents[2] / "docs" / "glossary.md"
@@ -50,7 +50,7 @@ def test_problems_come_first_with_layer_remedy_and_gain(ill):
     assert sorted(order, key=page.index) == order
     causes = page[page.index('id="causes"') : page.index('id="explorer"')]
     assert all(causes.count(f"<code>{cause.code}</code>") == 1 for cause in ill.diagnosis if cause.severity != "note")
-    assert "Layers 1–2, all heads</button>" in causes and 'data-kind="scale off"' in causes
+    assert "locks.1–2.attention, all heads</button>" in causes and 'data-kind="scale off"' in causes
     order = ["<b>Do first:</b>", 'id="copy"', "<b>Gain now, without training:</b>"]
     assert sorted(order, key=causes.index) == order
     assert "<b>Sure:</b> Proves" in causes and "<summary>Threshold</summary>" in causes
@@ -186,7 +186,9 @@ def test_places_are_named_in_words(ill):
         heads = tuple((name, head) for _, head in places)
         return describe_place(ill, replace(finding, heads=heads, indices=layers))
 
-    assert where((2, 1)) == "layer 2, head 1"
-    assert where((0, 0), (1, 0), (2, 0)) == "layers 0–2, head 0"
-    assert where((0, 0), (0, 1), (2, 0), (2, 1)) == "layers 0, 2, all heads"
-    assert where((0, 0), (2, 1)) == "layers 0, 2, 2 heads"
+    first, last = (list_names(ill)[index] for index in (0, 2))
+    both = name_layers([0, 2], list_names(ill))
+    assert where((2, 1)) == f"{last}, head 1"
+    assert where((0, 0), (1, 0), (2, 0)) == f"{first.replace('0', '0–2')}, head 0"
+    assert where((0, 0), (0, 1), (2, 0), (2, 1)) == f"{both}, all heads" and both == first.replace("0", "0, 2")
+    assert where((0, 0), (2, 1)) == f"{both}, 2 heads"

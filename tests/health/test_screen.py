@@ -64,7 +64,7 @@ def test_any_model_fits_into_23_lines_of_80_columns(layers, heads):
 def test_three_faults_stand_apart_and_the_map_says_where_each_starts():
     lines = lines_of(three_faults())
     text = "\n".join(lines)
-    assert "layers 12–23, all heads" in text and "RG301" in text
+    assert "layers.12–23, all heads" in text and "RG301" in text
     assert any(line.split()[:2] == ["12–23", "1" * 16] and "1 starts here" in line for line in lines)
     assert "also      1 more cause:" in text
 
@@ -84,7 +84,7 @@ def test_a_sound_model_an_unfinished_one_and_one_without_heads_say_so():
 
 
 def test_the_verdict_names_the_gravest_cause_and_notes_are_no_first_step():
-    assert lines_of(three_faults())[1].endswith("4 causes, the gravest: exploding logits since layer 12")
+    assert lines_of(three_faults())[1].endswith("4 causes, the gravest: exploding logits since layers.12")
     note = replace(finding("RG306", [(0, 0)]), severity="note")
     text = "\n".join(lines_of(make(2, 2, [note])))
     assert "✓ NO PROBLEM FOUND" in text and "noted     RG306" in text and "do first" not in text

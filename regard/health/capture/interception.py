@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import _pop_mode_temporarily
 
 from regard.health.capture.call import UNDER_VMAP, Call, forget_derived, in_torch_layout, is_vmapped
@@ -43,10 +42,10 @@ def _know_sdpa(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict 
     """What `CausalBias` does with a call; it knows torch's sdpa by itself, not by what stands under its name."""
     if func is SDPA:
         return cls._dispatch(*args, **(kwargs or {}))  # type: ignore[attr-defined]
-    return _BY_NAME.__func__(cls, func, types, args, kwargs)
+    return _BY_NAME[cls].__func__(cls, func, types, args, kwargs)
 
 
-_BY_NAME: Any = CausalBias.__dict__["__torch_function__"]
+_BY_NAME: dict[type, Any] = {}  # torch's class of causal biases -> what it does with a call by itself
 _BY_ITSELF: Any = classmethod(_know_sdpa)
 
 
@@ -54,14 +53,18 @@ def put_sdpa(function: Callable) -> None:
     """Puts a function under the name of torch's sdpa.
 
     Who has imported torch's own calls that one still. While another has the name, torch's causal biases would take it
-    for any function, and themselves for a tensor of numbers that they do not have.
+    for any function, and themselves for a tensor of numbers that they do not have. Their module is not imported here,
+    because it imports all of torch._dynamo, which takes longer than torch itself.
     """
     F.scaled_dot_product_attention = function
-    before, after = _BY_NAME, _BY_ITSELF
+    cls: Any = getattr(sys.modules.get("torch.nn.attention.bias"), "CausalBias", None)
+    if cls is None:
+        return
+    before, after = _BY_NAME.setdefault(cls, cls.__dict__["__torch_function__"]), _BY_ITSELF
     if not str(getattr(function, "__module__", "")).startswith("regard."):
         before, after = after, before
-    if CausalBias.__dict__["__torch_function__"] is before:
-        CausalBias.__torch_function__ = after  # type: ignore[assignment]
+    if cls.__dict__["__torch_function__"] is before:
+        cls.__torch_function__ = after
 
 
 def as_written(model: nn.Module) -> nn.Module:

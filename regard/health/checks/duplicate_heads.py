@@ -28,8 +28,8 @@ LISTED = 4  # pairs
 def find(heads: Heads) -> list[Finding]:
     candidates = [head for head in heads if head.twins and head.can_be_judged and not is_from_bias([head])]
     found = [head for head in candidates if head.statistics.mean("logit_variance") > UNIFORM]
-    pairs = sorted({(head.index, *sorted((head.head, twin))) for head in found for twin in head.twins})
-    listed = [f"layer {index} heads {a} and {b}" for index, a, b in pairs[:LISTED]] + ["…"] * (len(pairs) > LISTED)
+    pairs = sorted({(head.index, head.layer, *sorted((head.head, twin))) for head in found for twin in head.twins})
+    listed = [f"{layer} heads {a} and {b}" for _, layer, a, b in pairs[:LISTED]] + ["…"] * (len(pairs) > LISTED)
     return make_finding(
         RULE, "warning", [(head, len(head.twins)) for head in found],
         f"Two heads have the same distribution in every row: {', '.join(listed)}.",

@@ -129,9 +129,7 @@ def locate(trial: Trial, leak: Leak) -> tuple[tuple[str, int] | None, str, str]:
         other = after.get(key)
         if other is None or one.call.is_cross(key[0]) or one.q.shape[2] != trial.sample.targets.shape[1]:
             continue
-        layer = trial.layer_of(key)
-        own = key[0] or "the model itself"
-        name = f"layer {layer.index} ({own})" if layer is not None else own
+        name = key[0] or "the model itself"
         pairs = ((one.q, other.q), (one.k, other.k), (one.v, other.v))
         if any(a.shape[2] > c and relative_change(a[:, :, :c], b[:, :, :c]) > trial.rounding for a, b in pairs):
             if previous is None:

@@ -171,9 +171,9 @@ def _say_place(a: Fingerprint, name: str, at: int | None, part: str) -> str:
         return {"final": "the model's output", "logits.values": "the logits"}.get(name, name)
     module = a.layers[at]["name"] if at < len(a.layers) else f"layers.{at}"
     if part.startswith("at."):
-        return f"layer {at}, the output of {part.removeprefix('at.')}"
+        return f"the output of {part.removeprefix('at.')}"
     of_cross = " of its cross-attention" if part.startswith("cross.") else ""
-    return f"layer {at} ({module}), {PLACES.get(part.removeprefix('cross.'), part)}{of_cross}"
+    return f"{module}, {PLACES.get(part.removeprefix('cross.'), part)}{of_cross}"
 
 
 def _notes(a: Fingerprint, b: Fingerprint) -> list[str]:

@@ -167,7 +167,7 @@ def _say_role(name: str) -> str:
 
 
 def _name_place(key: Key, index: int | None = None, alike: list[int] | None = None, count: int = 0) -> str:
-    """`layer 3 (layers.3.self_attn), the scores`, with the other layers of which the same is true."""
+    """`the scores of layers.3.self_attn`, with the other layers of which the same is true."""
     what = {
         "in": "the input of", "out": "the output of", "out 1": "the second output of", "out 2": "the third output of",
         "attention": "attention's output in", "q": "queries of", "k": "keys of", "v": "values of",
@@ -178,5 +178,5 @@ def _name_place(key: Key, index: int | None = None, alike: list[int] | None = No
     if index is None:
         return f"{what} {name}{step}"
     layers = alike or [index]
-    several = "every layer" if count > 1 and len(layers) == count else list_layers(layers)
-    return f"{several}, {what} {name}{step}"
+    several = "every layer, " if count > 1 and len(layers) == count else f"{list_layers(layers)}, "
+    return f"{several if len(layers) > 1 else ''}{what} {name}{step}"

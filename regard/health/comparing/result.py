@@ -47,7 +47,7 @@ class LayerDifference:
         return [getattr(self, part) for part in PARTS]
 
     def __str__(self) -> str:
-        return f"layer {self.index} ({self.layer or 'the model itself'})"
+        return self.layer or "the model itself"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -16,7 +16,7 @@ from regard.health.report import files
 from regard.health.report.report import Report
 from regard.health.report.saved import load_report
 from regard.health.report.screen import describe_gain, describe_skipped
-from regard.health.report.summary import ROOT, name_places
+from regard.health.report.summary import ROOT, list_names, name_layers, name_places
 from regard.health.report.terminal import average
 from regard.health.report.writer import Writer, fold_numbers, printable
 from regard.table import Table, count_noun, format_number
@@ -32,15 +32,16 @@ Place = tuple[int, int]  # layer index, head
 
 
 class FindingChange(NamedTuple):
-    """One kind of finding in both reports: its heads as (layer index, head)."""
+    """One kind of finding in both reports: its heads as (layer index, head), and each layer's name."""
 
     kind: str
     heads_a: frozenset[Place]
     heads_b: frozenset[Place]
+    names: Mapping[int, str]
 
     def __str__(self) -> str:
         parts = [
-            f"{name_places(heads)} {side} only"
+            f"{name_places(heads, self.names)} {side} only"
             for side, heads in (("in A", self.gone), ("in B", self.appeared))
             if heads
         ]
@@ -80,8 +81,9 @@ class Comparison:
         self.names = names or (a.title, b.title)
         heads_a, heads_b = _heads_by_kind(a), _heads_by_kind(b)
         none: frozenset = frozenset()
+        layers = list_names(a, b)
         changes = [
-            FindingChange(kind, heads_a.get(kind, none), heads_b.get(kind, none))
+            FindingChange(kind, heads_a.get(kind, none), heads_b.get(kind, none), layers)
             for kind in sorted(heads_a.keys() | heads_b.keys())
         ]
         self.new = [change for change in changes if not change.heads_a]
@@ -100,7 +102,8 @@ class Comparison:
             return "different", f"No verdict: {' and '.join(gaps)}."
         agree = not (parts or self.first_differences or self.changed)
         if not parts and not agree:
-            parts = [f"since layer {self.first_layer}, with the same causes"]
+            first = name_layers([self.first_layer], list_names(self.a, self.b))
+            parts = [f"since {first}, with the same causes"]
         losses = [describe_loss_of(report) for report in (self.a, self.b)]
         beside = [f"loss {losses[0]} → {losses[1]}"] if all(losses) else []
         by_loss = compare_losses(self.a.loss, self.b.loss, self.tolerance)
@@ -174,7 +177,7 @@ class Comparison:
         first = min(self.first_differences.values(), key=lambda one: one.index)
         names = [one.statistic for one in self.first_differences.values() if one.index == first.index]
         listed = ", ".join(map(_words, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return f"layer {first.index} ({first.layer or ROOT}) differs, in {listed}"
+        return f"{first.layer or ROOT} differs, in {listed}"
 
     def tables(self, heads: int = 5) -> list[Table]:
         """Means per layer, the first differences, and the `heads` most changed heads."""
@@ -419,10 +422,10 @@ def _describe_difference(one: Difference) -> str:
 
 
 def describe_change(change: FindingChange) -> str:
-    """`scale off since layer 0 (layers 0–3, all heads)`, `dead in layer 5, head 0`."""
+    """`scale off since h.0.attn (h.0–3.attn, heads 0–1)`, `dead in h.5.attn, head 0`."""
     places = change.appeared or change.gone
     layers = {index for index, _ in places}
     if not places:
         return f"{change.kind}, the whole model"
-    where = name_places(places)
-    return f"{change.kind} since layer {min(layers)} ({where})" if len(layers) > 1 else f"{change.kind} in {where}"
+    where, first = name_places(places, change.names), name_layers([min(layers)], change.names)
+    return f"{change.kind} since {first} ({where})" if len(layers) > 1 else f"{change.kind} in {where}"

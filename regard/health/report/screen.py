@@ -1,7 +1,7 @@
 """The report on one screen: verdict, causes, what to do first, a map that folds equal layers, what was not checked.
 
 llama  24 layers × 16 heads · 4,096 tokens · 8.2 s
-✗ CRITICAL  2 causes, the gravest: exploding logits since layer 12
+✗ CRITICAL  2 causes, the gravest: exploding logits since layers.12.attn
 loss 6.06 ± 0.04 (next token, 16 sequences); guessing by frequency: 5.73
 
 1 exploding logits  layers 12–23, all heads                          RG302
@@ -26,12 +26,15 @@ from regard.health.checks.finding import MODEL, Finding
 from regard.health.contract.diagnosis import Cause
 from regard.health.report.report import Report
 from regard.health.report.summary import (
+    ROOT,
     count_causes,
     describe_loss,
     describe_mixers,
     describe_no_findings,
     find_unusual,
+    list_names,
     name_places,
+    number_layers,
 )
 from regard.health.report.writer import Writer, fold_numbers
 from regard.table import count_noun, format_number
@@ -87,7 +90,9 @@ def _compose(writer: Writer, report: Report, page: str, detail: Detail) -> Itera
     causes = report.diagnosis
     shown = [cause for cause in causes if cause.severity != "note"][:SHOWN]
     yield _title(report), "bold"
-    yield _verdict(report)
+    text, style = _verdict(report)
+    for line in writer.wrap(text, 2, 2):
+        yield line, style
     for text in (describe_loss(report), *describe_mixers(report)):
         for line in writer.wrap(text, 2, 2):
             yield line, ""
@@ -99,7 +104,7 @@ def _compose(writer: Writer, report: Report, page: str, detail: Detail) -> Itera
         for note in causes[:NOTED]:
             yield from writer.field("noted", f"{note.code} {note.kind}: {note.evidence}", 2, indent=0)
         for one in find_unusual(report.heads, 1):
-            yield from writer.field("unusual", f"layer {one.head.index}, head {one.head.head}: {one}", 1, indent=0)
+            yield from writer.field("unusual", f"{one.head.layer or ROOT}, head {one.head.head}: {one}", 1, indent=0)
         yield from writer.field("sure", UNSURE, 2, indent=0)
     if report.heads:
         yield from _draw_map(report, shown, detail.rows)
@@ -131,8 +136,14 @@ def _verdict(report: Report) -> Line:
 
 
 def _describe_cause(writer: Writer, report: Report, number: int, cause: Cause, detail: Detail) -> Iterator[Line]:
-    head = f"{number} {cause.kind}  {describe_place(report, cause.finding)}"
-    yield head + " " * max(writer.width - len(head) - len(cause.code), 1) + cause.code, COLOURS[cause.severity]
+    head = f"{number} {cause.kind}  {describe_place(report, cause.finding)}  {cause.code}"
+    *lines, last = writer.wrap(head, 2)
+    for line in lines:
+        yield line, COLOURS[cause.severity]
+    yield (
+        f"{last.removesuffix(cause.code).rstrip():<{writer.width - len(cause.code)}}{cause.code}",
+        COLOURS[cause.severity],
+    )
     is_first = number == 1
     found, do = (detail.first, detail.first) if is_first else (detail.found, detail.do)
     yield from writer.field("found", cause.evidence, found)
@@ -155,10 +166,10 @@ def describe_proof(cause: Cause) -> str:
 
 
 def describe_place(report: Report, finding: Finding) -> str:
-    """`layers 12–23, all heads`, `layer 5, head 0`, `the whole model`."""
+    """`layers.12–23.attn, all heads`, `h.5.attn, head 0`, `the whole model`."""
     if finding.scope == MODEL or not finding.places:
         return finding.layer or "the whole model"
-    return name_places(finding.places, [(head.index, head.head) for head in report.heads])
+    return name_places(finding.places, list_names(report), [(head.index, head.head) for head in report.heads])
 
 
 def describe_tries(report: Report, names: Sequence[str]) -> list[str]:
@@ -232,7 +243,7 @@ def make_rows(report: Report, causes: Sequence[Cause], most: int) -> list[Row]:
 
 def _draw_map(report: Report, causes: Sequence[Cause], most: int) -> Iterator[Line]:
     rows = make_rows(report, causes, most)
-    width = max(5, *(len(_fold_marks(row.marks)) for row in rows))
+    width, own = max(5, *(len(_fold_marks(row.marks)) for row in rows)), number_layers(list_names(report))
     yield f"{'layer':>7}  {'heads':<{width}}  entropy  largest logit", "dim"
     starts = {
         min(index for index, _ in cause.finding.places): number
@@ -246,7 +257,8 @@ def _draw_map(report: Report, causes: Sequence[Cause], most: int) -> Iterator[Li
         note = f"   ← {', '.join(first)} starts here" if first else ""
         marks = set(row.marks) - {NOTHING}
         style = COLOURS[causes[int(min(marks)) - 1].severity] if marks else ""
-        yield f"{fold_numbers(row.indices):>7}  {_fold_marks(row.marks):<{width}}  {numbers}{note}", style
+        layers = fold_numbers([own[index] for index in row.indices])
+        yield f"{layers:>7}  {_fold_marks(row.marks):<{width}}  {numbers}{note}", style
 
 
 def _fold_marks(marks: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,12 +57,14 @@ def describe_mixers(report: Report) -> list[str]:
 
 
 def count_causes(report: Report) -> str:
-    """`scale off since layer 0`, `3 causes, the gravest: dead since layer 8`, empty if there is none but notes."""
+    """`scale off since blocks.0.attn`, `3 causes, the gravest: dead since h.8.attn`, empty if all are notes."""
     grave = [cause for cause in report.diagnosis if cause.severity != "note"]
     if not grave:
         return ""
-    layers = [index for index, _ in grave[0].finding.places] if grave[0].scope != MODEL else []
-    first = f"{grave[0].kind}{f' since layer {min(layers)}' if layers else ', the whole model'}"
+    finding, where = grave[0].finding, "" if grave[0].scope == MODEL else grave[0].finding.layer
+    if grave[0].scope != MODEL and finding.places:
+        where = name_layers([min(index for index, _ in finding.places)], list_names(report))
+    first = f"{grave[0].kind}{f' since {where}' if where else ', the whole model'}"
     return first if len(grave) == 1 else f"{len(grave)} causes, the gravest: {first}"
 
 
@@ -126,15 +129,79 @@ def count_kinds(found: Iterable[tuple[str, int]]) -> list[str]:
     return [f"{kind} ({heads})" for kind, heads in total.items()]
 
 
-def name_places(places: Sequence[tuple[int, int]], measured: Sequence[tuple[int, int]] = ()) -> str:
+def list_names(*reports: Report) -> dict[int, str]:
+    """Layer index -> name of its module, "att#2" for a second use; of several reports the first counts."""
+    known: dict[int, str] = {}
+    for report in reversed(reports):  # a finding may name layers of which nothing could be measured
+        known |= {
+            at: name for one in report.findings for (name, _), (at, _) in zip(one.heads, one.places, strict=False)
+        }
+        known |= {head.index: head.layer for head in report.heads}
+    names = {index: name or ROOT for index, name in sorted(known.items())}
+    uses: Counter = Counter()
+    for index, name in names.items():
+        uses[name] += 1
+        names[index] = name if uses[name] == 1 else f"{name}#{uses[name]}"
+    return names
+
+
+def number_layers(names: Mapping[int, str]) -> dict[int, int]:
+    """Each layer's number in the model's own names; its index, where the names do not differ in one number alone.
+
+    >>> from regard.health.report.summary import number_layers
+    >>> number_layers({0: "model.layers.3.attn", 1: "model.layers.7.attn"}), number_layers({0: "text.0", 1: "image.0"})
+    ({0: 3, 1: 7}, {0: 0, 1: 1})
+    """
+    folded = _fold_names(list(names.values()))
+    if len(folded) > 1 or len(set(names.values())) < len(names) or not next(iter(folded.values()), None):
+        return {index: index for index in names}
+    return dict(zip(names, *folded.values(), strict=True))
+
+
+def name_layers(indices: Sequence[int], names: Mapping[int, str]) -> str:
+    """Layers by the model's own names, and by their order where there is none.
+
+    >>> from regard.health.report.summary import name_layers
+    >>> names = {0: "model.layers.3.attn", 1: "model.layers.4.attn", 2: "vision.attn"}
+    >>> name_layers([0, 1], names), name_layers([0, 2], names), name_layers([4, 5], {})
+    ('model.layers.3–4.attn', 'model.layers.3.attn, vision.attn', 'layers 4–5')
+    """
+    if any(index not in names for index in indices):
+        return f"layer{'s' * (len(indices) > 1)} {fold_numbers(indices)}"
+    folded = _fold_names(list(dict.fromkeys(names[index] for index in indices)))
+    listed = [f"{a}{fold_numbers(sorted(numbers))}{b}" for (a, b), numbers in folded.items()]
+    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
+    return ", ".join(listed[:NAMED]) + more
+
+
+def _fold_names(names: Sequence[str]) -> dict[tuple[str, str], list[int]]:
+    """(text before, text after) of the one number by which names are folded into the fewest -> its values."""
+    found = [list(re.finditer(r"(?<![^.])\d+(?![^.])", name)) for name in names]
+    ways = []
+    for at in range(max([1, *map(len, found)])):
+        way: dict[tuple[str, str], list[int]] = {}
+        for name, numbers in zip(names, found, strict=True):
+            if numbers:
+                number = numbers[min(at, len(numbers) - 1)]
+                way.setdefault((name[: number.start()], name[number.end() :]), []).append(int(number[0]))
+            else:
+                way[name, ""] = []
+        ways.append(way)
+    return min(ways, key=len)
+
+
+def name_places(
+    places: Sequence[tuple[int, int]], names: Mapping[int, str], measured: Sequence[tuple[int, int]] = ()
+) -> str:
     """(layer, head) pairs in words, where all measured heads of their layers are known as such.
 
     >>> from regard.health.report.summary import name_places
-    >>> name_places([(1, 0), (2, 0)]), name_places([(0, 0), (0, 1)], [(0, 0), (0, 1), (1, 0)])
-    ('layers 1–2, head 0', 'layer 0, all heads')
+    >>> names = {0: "h.0.attn", 1: "h.1.attn", 2: "h.2.attn"}
+    >>> name_places([(1, 0), (2, 0)], names), name_places([(0, 0), (0, 1)], names, [(0, 0), (0, 1), (1, 0)])
+    ('h.1–2.attn, head 0', 'h.0.attn, all heads')
     """
     layers, heads = (sorted({place[side] for place in places}) for side in (0, 1))
-    where = f"layer{'s' * (len(layers) > 1)} {fold_numbers(layers)}"
+    where = name_layers(layers, names)
     if measured and {place for place in measured if place[0] in layers} <= set(places):
         return f"{where}, all heads"
     if len(heads) * len(layers) != len(places) or len(heads) > NAMED:

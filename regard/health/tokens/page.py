@@ -69,5 +69,5 @@ def draw_map(head: HeadLook) -> str:
     )
     return (
         f'<svg class="weights" viewBox="0 0 {keys * CELL} {queries * CELL}" role="img" '
-        f'aria-label="weights of layer {head.index}, head {head.head}">{cells}</svg>'
+        f'aria-label="weights of {escape(head.layer)}, head {head.head}">{cells}</svg>'
     )

@@ -68,7 +68,7 @@ class HeadLook:
         return [TopKey(at, self.key_tokens[at], value / total) for at, value in pairs if value > 0]
 
     def __str__(self) -> str:
-        lines = [f"layer {self.index}, head {self.head} ({self.layer}): {describe_kind(self)}"]
+        lines = [f"{self.layer or 'the model itself'}, head {self.head}: {describe_kind(self)}"]
         width = max((len(row.token) for row in self.top), default=0)
         for row in self.top[:PRINTED]:
             lines.append(f"{row.query:>5} {row.token:<{width}} → {_list_keys(row.keys)}")
@@ -95,10 +95,10 @@ class Look:
         if not chosen:
             near = difflib.get_close_matches(str(layer), [one.name for one in layers], n=2, cutoff=0.3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the first is {layers[0].name!r}"
-            raise ValueError(f"layer: the model has layers 0 to {len(layers) - 1}, got {layer!r}; {hint}")
+            raise ValueError(f"layer: the model has {len(layers)} attention layers, got {layer!r}; {hint}")
         read = [one for one in chosen if one.reason is None]
         if not read:
-            raise ValueError(f"layer {chosen[0].index} ({chosen[0].name}) cannot be read: {chosen[0].reason}")
+            raise ValueError(f"layer: {chosen[0].name or 'the model itself'} cannot be read: {chosen[0].reason}")
         heads = [_head_look(one, at) for one in read for at in range(len(one.received))]  # type: ignore[arg-type]
         return cls(title, heads, [(one.name, one.reason) for one in chosen if one.reason is not None])
 

@@ -81,7 +81,11 @@ def _changes(comparison: Comparison) -> str:
 
 def _card(change: FindingChange, severity: str) -> str:
     sides = (("In B only", change.appeared), ("In A only", change.gone))
-    rows = "".join(f"<p>{side}: {make_button(name_places(places), places[0])}</p>" for side, places in sides if places)
+    rows = "".join(
+        f"<p>{side}: {make_button(name_places(places, change.names), places[0])}</p>"
+        for side, places in sides
+        if places
+    )
     return f"""<article class="card {severity}">
 <h3>{link(change.kind)} <span class="pill {severity}">{severity}</span></h3>
 <p>{escape(FINDINGS.get(change.kind, ""))}</p>{rows}</article>"""

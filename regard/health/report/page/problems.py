@@ -8,7 +8,7 @@ from regard.health.report.page.causes import SHOWN, list_causes, make_button
 from regard.health.report.page.document import escape
 from regard.health.report.report import Report
 from regard.health.report.screen import describe_place
-from regard.health.report.summary import find_unusual
+from regard.health.report.summary import ROOT, find_unusual
 from regard.table import count_noun
 
 
@@ -47,7 +47,8 @@ def make_problems(report: Report) -> str:
 
 def _list_unusual(report: Report) -> str:
     rows = "".join(
-        f"<tr><th>{make_button(f'layer {one.head.index}, head {one.head.head}', (one.head.index, one.head.head))}</th>"
+        f"<tr><th>{make_button(f'{one.head.layer or ROOT}, head {one.head.head}', (one.head.index, one.head.head))}"
+        "</th>"
         f"<td>{link_words(str(one))}</td></tr>"
         for one in find_unusual(report.heads)
     )

@@ -93,3 +93,14 @@ def test_labels_behind_the_two_sides_of_a_decoder_are_held_apart():
     made = as_batch((ids, ids + 1, ids + 2), torch.device("cpu"), Translates())
     assert len(made.args) == 2 and made.decoder == 1
     assert made.labels is not None and torch.equal(made.labels, ids + 2)
+
+
+def test_cut_batches_can_be_viewed_and_empty_ones_are_refused():
+    from regard.health.tokens.text import as_token_batch
+
+    ids = torch.arange(40).view(4, 10)
+    short = as_token_batch(dict(input_ids=ids, labels=ids), torch.device("cpu")).cut(2, 5)
+    assert short.ids.view(-1).tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14] and short.named["labels"].is_contiguous()
+    model = nn.Sequential(nn.Embedding(40, 16), nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
+    with pytest.raises(ValueError, match="batch 0 has no sequences; leave it out"):
+        regard.check(model, torch.zeros(0, 10, dtype=torch.long))

@@ -146,7 +146,7 @@ def test_batches_without_tokens_have_no_token_view():
     layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
     report = regard.examine(layer, [torch.randn(1, 20, 16)])
     assert report.tokens is None and "tokens" not in report.to_json()
-    assert "No tokens to show: the batches do not hold token ids" in report_page.render(report)
+    assert "No tokens to show: tokens are shown of batches that are token ids" in report_page.render(report)
 
 
 def test_a_model_that_refuses_one_sequence_says_so():

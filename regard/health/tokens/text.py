@@ -179,7 +179,10 @@ class TokenBatch:
         return self.put(self.key if self.decoder is None else self.decoder, ids)
 
     def cut(self, sequences: int, length: int) -> TokenBatch:
-        """Returns the first sequences, and of each the first tokens; arguments of the ids' shapes are cut alike."""
+        """Returns the first sequences, and of each the first tokens; arguments of the ids' shapes are cut alike.
+
+        They are laid out anew: a model may call `view` on what it is given.
+        """
         shapes = {tuple(self.ids.shape), tuple(self.targets.shape)}
         batch = self.ids.shape[0]
 
@@ -187,7 +190,7 @@ class TokenBatch:
             if not isinstance(x, Tensor):
                 return x
             if tuple(x.shape[:2]) in shapes:
-                return x[:sequences, :length]
+                return x[:sequences, :length].contiguous()
             if x.ndim == 2 and x.shape[0] == x.shape[1] and any(x.shape[0] == shape[1] for shape in shapes):
                 return x[:length, :length]  # a mask [N, N]
             return x[:sequences] if x.ndim and x.shape[0] == batch else x

@@ -173,7 +173,9 @@ def _chosen(report: Report, detail: Detail) -> str:
 def _tokens(report: Report) -> str:
     """The view of what a head looks at; tokens.js fills it."""
     if report.tokens is None or "reason" in report.tokens:
-        why = (report.tokens or {}).get("reason", "the batches do not hold token ids")
+        why = (report.tokens or {}).get(
+            "reason", "tokens are shown of batches that are token ids, or hold them as input_ids"
+        )
         return f'<p class="none">No tokens to show: {escape(why)}.</p>'
     return """<div id="tokens"><p id="head-kind"></p>
 <p id="tokens-note" class="meaning" hidden>These weights are as measured, without the change.</p>

@@ -101,6 +101,8 @@ def test_cut_batches_can_be_viewed_and_empty_ones_are_refused():
     ids = torch.arange(40).view(4, 10)
     short = as_token_batch(dict(input_ids=ids, labels=ids), torch.device("cpu")).cut(2, 5)
     assert short.ids.view(-1).tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14] and short.named["labels"].is_contiguous()
-    model = nn.Sequential(nn.Embedding(40, 16), nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(40, 16), torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    )
     with pytest.raises(ValueError, match="batch 0 has no sequences; leave it out"):
         regard.check(model, torch.zeros(0, 10, dtype=torch.long))

@@ -97,6 +97,19 @@ def test_layers_of_other_widths_are_never_folded_into_one():
     assert [row.indices for row in screen.make_rows(report, [], 12)][-1] == [2]
 
 
+def test_layers_whose_marks_differ_are_never_folded_and_those_without_room_are_named():
+    report = make(11, 4, [finding("RG304", [(4, h) for h in range(4)])])
+    for most in (3, 12):
+        rows = screen.make_rows(report, report.diagnosis, most)
+        assert [row.indices for row in rows if "1" in row.marks] == [[4]]
+        assert sum(len(row.indices) for row in rows) == 11
+    report = make(40, 4, [finding("RG304", [(i, 0) for i in range(1, 40, 2)])])  # every other layer: no two are alike
+    lines = lines_of(report)
+    assert len(lines) <= 23 and any(line.split()[:2] == ["1", "1···"] for line in lines)
+    assert sum("1···" in line for line in lines) == sum("1···" in line or "····" in line for line in lines) > 1
+    assert any("have no room here" in line and "layers 0, 2, 4" in line for line in lines)
+
+
 def test_text_wraps_at_words_with_a_hanging_indent_and_is_never_coloured_in_a_pipe():
     out = io.StringIO()
     writer = Writer(out)

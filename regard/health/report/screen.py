@@ -203,22 +203,20 @@ class Row:
     largest: float
 
     def merge(self, other: Row) -> Row:
-        """Both rows as one; of two marks the cause with the smaller number."""
-        marks = "".join(
-            min(pair, key=lambda mark: (mark == NOTHING, mark)) for pair in zip(self.marks, other.marks, strict=True)
-        )
-        return Row(self.indices + other.indices, marks, self.entropy + other.entropy, max(self.largest, other.largest))
+        """Both rows, whose marks are the same, as one."""
+        largest = max(self.largest, other.largest)
+        return Row(self.indices + other.indices, self.marks, self.entropy + other.entropy, largest)
 
     def distance(self, other: Row) -> float:
-        """How different two rows are: marks first, then entropy."""
-        if len(self.marks) != len(other.marks):
-            return math.inf
-        differ = sum(a != b for a, b in zip(self.marks, other.marks, strict=True)) / len(self.marks)
-        return 10.0 * differ + abs(_mean(self.entropy) - _mean(other.entropy))
+        """How different the entropies of two rows are; infinite where their marks differ."""
+        return math.inf if self.marks != other.marks else abs(_mean(self.entropy) - _mean(other.entropy))
 
 
 def make_rows(report: Report, causes: Sequence[Cause], most: int) -> list[Row]:
-    """A row per layer, neighbours folded until at most `most` are left: equal ones first, then the most alike."""
+    """At most `most` rows: a row per layer, neighbours of the same marks folded, the most alike first.
+
+    Of more rows those are kept where a cause begins, then those with a mark.
+    """
     marks: dict[tuple[int, int], str] = {}
     for number, cause in reversed(list(enumerate(causes, 1))):
         if cause.scope != MODEL:
@@ -238,11 +236,17 @@ def make_rows(report: Report, causes: Sequence[Cause], most: int) -> list[Row]:
         if not is_same and (len(rows) <= most or rows[at].distance(rows[at + 1]) == math.inf):
             break
         rows[at : at + 2] = [rows[at].merge(rows[at + 1])]
-    return rows[:most]
+    seen, ranks = {NOTHING}, []
+    for at, row in enumerate(rows):
+        ranks.append((not set(row.marks) - seen, set(row.marks) == {NOTHING}, at))
+        seen |= set(row.marks)
+    return [rows[at] for at in sorted(at for *_, at in sorted(ranks)[:most])]
 
 
 def _draw_map(report: Report, causes: Sequence[Cause], most: int) -> Iterator[Line]:
     rows = make_rows(report, causes, most)
+    if sum(len(row.indices) for row in rows) < len({head.index for head in report.heads}):
+        rows = make_rows(report, causes, max(most - 1, 1))  # the line that says so needs room
     width, own = max(5, *(len(_fold_marks(row.marks)) for row in rows)), number_layers(list_names(report))
     yield f"{'layer':>7}  {'heads':<{width}}  entropy  largest logit", "dim"
     starts = {
@@ -259,6 +263,8 @@ def _draw_map(report: Report, causes: Sequence[Cause], most: int) -> Iterator[Li
         style = COLOURS[causes[int(min(marks)) - 1].severity] if marks else ""
         layers = fold_numbers([own[index] for index in row.indices])
         yield f"{layers:>7}  {_fold_marks(row.marks):<{width}}  {numbers}{note}", style
+    if left := {head.index for head in report.heads} - {index for row in rows for index in row.indices}:
+        yield f"{'…':>7}  layers {fold_numbers(sorted(own[index] for index in left))} have no room here", "dim"
 
 
 def _fold_marks(marks: str) -> str:

@@ -48,6 +48,7 @@ def examine(
     tokenizer: Any = None,
     checks: bool = True,
     ablate: bool | float | None = None,
+    seconds: float | None = None,
     causal: bool | None = None,
     loss: Callable[[nn.Module, Any], Any] | None = None,
     predictor: nn.Module | None = None,
@@ -85,6 +86,7 @@ def examine(
             measures alone, in little more than a forward; tokens are then shown only with a `tokenizer`.
         ablate: measure the loss without each head: True, False or a budget in seconds; None for as many seconds as the
             measurement took, 2 at least.
+        seconds: time for the checks, to which that of ablation is added; None for the time that `checks` names.
         causal: True if the model must not see later tokens, False if it may; None to find out.
         loss: `loss(model, batch)` runs the model and returns the mean loss of a batch; None for the batch's `labels`,
             or the next token if the model predicts it.
@@ -106,6 +108,8 @@ def examine(
     changes = parse_all(what_if) if what_if != () else []
     if ablate is not None and not isinstance(ablate, bool) and not 0.0 <= ablate < float("inf"):
         raise ValueError(f"ablate must be True, False or seconds from 0 on, got {ablate!r}")
+    if seconds is not None and not seconds > 0.0:
+        raise ValueError(f"seconds must be above 0, got {seconds!r}")
     batches = as_batches(batches)
     line = Progress("examine") if progress is True else None
     with line or contextlib.nullcontext():
@@ -126,11 +130,12 @@ def examine(
             report = replace(report, tokens=sample_tokens(model, seen.first, tokenizer, seen.room, report.title))
         if checks and seen.failure is None and group is None and snapshot is None:
             budget = max(LEAST_ABLATION, seen.seconds) if ablate is None else ABLATION if ablate is True else ablate
+            allowed = max(LEAST_CHECKS, CHECKS * seen.seconds) - (budget if ablate is None else 0.0)
             with evaluation_mode(seen.modules), torch.no_grad():
                 outcome, found = run_checks(
                     model, seen.kept, seen.layers, report.heads, report.findings, changes, causal=causal, loss=loss,
                     ablation_seconds=float(budget), predictor=predictor, tokenizer=tokenizer,
-                    seconds=max(LEAST_CHECKS, CHECKS * seen.seconds) - (budget if ablate is None else 0.0),
+                    seconds=allowed if seconds is None else seconds,
                     progress=line.check if line else None,
                 )  # fmt: skip
             report = report.with_checks(outcome, found)

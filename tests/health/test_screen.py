@@ -8,6 +8,7 @@ import pytest
 
 from regard.health.checks import rule_of
 from regard.health.checks.finding import fill_finding
+from regard.health.contract.run import Checks
 from regard.health.report import screen
 from regard.health.report.report import Report
 from regard.health.report.writer import Writer
@@ -88,6 +89,18 @@ def test_the_verdict_names_the_gravest_cause_and_notes_are_no_first_step():
     note = replace(finding("RG306", [(0, 0)]), severity="note")
     text = "\n".join(lines_of(make(2, 2, [note])))
     assert "✓ NO PROBLEM FOUND" in text and "noted     RG306" in text and "do first" not in text
+
+
+def test_checks_that_ran_out_of_time_are_in_the_verdict_which_is_not_sound():
+    late = [("padding", "no batch has padding"), ("later tokens", "out of time: 18 s had passed")]
+    report = make(2, 2, checks=Checks(["a", "b"], late))
+    lines = lines_of(report)
+    assert lines[1] == "– NO PROBLEM FOUND in these 3 checks (1 check ran out of time)."
+    assert "3 checks made, 2 not, 1 out of time: give more with --seconds" in " ".join(map(str.strip, lines))
+    assert screen.describe_skipped(report, True).endswith(": later tokens; padding")
+    sound = replace(report, checks=Checks(["a", "b"], late[:1]))
+    assert lines_of(sound)[1] == "✓ NO PROBLEM FOUND in these 3 checks."
+    assert any("3 checks made, 1 not" in line for line in lines_of(sound))
 
 
 def test_layers_of_other_widths_are_never_folded_into_one():

@@ -44,6 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-checks", action="store_true", help="measure only; no leak, loss, padding or ablation check"
     )
+    parser.add_argument("--seconds", type=float, help="time for the checks (20, or 3 times the measurement)")
     parser.add_argument(
         "--fail-on", choices=FAIL_ON, default="never", help="exit with 1 from this severity of finding on (never)"
     )
@@ -62,6 +63,8 @@ def main(options: argparse.Namespace) -> int:
             options.fail(f"--{name} must be at least 1, got {getattr(options, name)}")
     if not 0 < options.timeout < 1e9:
         options.fail(f"--timeout must be between 0 and 1e9 seconds, got {options.timeout:g}")
+    if options.seconds is not None and not options.seconds > 0:
+        options.fail(f"--seconds must be above 0, got {options.seconds:g}")
     files.check_path(options, options.out, *SUFFIXES)
     for path, suffix in ((options.json, ".json"), (options.png, ".png")):
         if path is not None:
@@ -88,7 +91,8 @@ def main(options: argparse.Namespace) -> int:
             subject.model, subject.batches, options.what_if, title=subject.title,
             progress=sys.stderr.isatty() and torchrun.is_first_rank(), group=ranks, snapshot=options.snapshot,
             tokenizer=subject.tokenizer, checks=not options.no_checks, ablate=False if options.no_ablation else None,
-            predictor=subject.predictor, measured=lambda early: files.save_report(with_notes(early), wanted),
+            seconds=options.seconds, predictor=subject.predictor,
+            measured=lambda early: files.save_report(with_notes(early), wanted),
         )  # fmt: skip
     except Exception as error:  # whatever the model, its folder or its function raises: one line
         on = f" on {subject.notes['input']}" if subject else ""

@@ -28,11 +28,13 @@ from regard.health.report.report import Report
 from regard.health.report.summary import (
     ROOT,
     count_causes,
+    count_made,
     describe_loss,
     describe_mixers,
     describe_no_findings,
     find_unusual,
     list_names,
+    list_late,
     name_places,
     number_layers,
 )
@@ -132,7 +134,8 @@ def _verdict(report: Report) -> Line:
     found = text.removeprefix("No problem found ")
     if found == text:  # nothing was judged
         return f"– {'' if report.heads else 'NOTHING MEASURED: '}{text}", COLOURS["warning"]
-    return f"✓ NO PROBLEM FOUND {found}", COLOURS["sound"]
+    mark, style = ("–", "warning") if list_late(report) else ("✓", "sound")
+    return f"{mark} NO PROBLEM FOUND {found}", COLOURS[style]
 
 
 def _describe_cause(writer: Writer, report: Report, number: int, cause: Cause, detail: Detail) -> Iterator[Line]:
@@ -297,14 +300,17 @@ def _foot(
 
 
 def describe_skipped(report: Report, listed: bool) -> str:
-    """How many checks were made, and which were not, those of the gravest rules first."""
+    """How many checks were made, and which were not: those that ran out of time first, then the gravest."""
     if report.checks is None:
         return "every check but those of the heads' numbers: the model was only measured"
-    skipped = [name for name, _ in report.checks.skipped]
-    made = f"{count_noun(len(report.checks.done), 'check')} made, {len(skipped)} not"
-    if not skipped:
+    late = list_late(report)
+    others = [name for name, _ in report.checks.skipped if name not in late]
+    made = f"{count_noun(count_made(report), 'check')} made, {len(late) + len(others)} not"
+    if late:
+        made += f", {len(late)} out of time: give more with --seconds"
+    if not late + others:
         return made
-    return f"{made} (-v says why): {'; '.join(skipped)}" if listed else f"{made}: -v lists them, with the reasons"
+    return f"{made} (-v says why): {'; '.join(late + others)}" if listed else f"{made}; -v lists them, with the reasons"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -100,6 +100,18 @@ def describe_extent(report: Report) -> str:
     return f"{extent}, measured on {least}{count_noun(max(rows), 'row')} each."
 
 
+def count_made(report: Report) -> int:
+    """How many checks were made: those of the heads' numbers, and those that run the model."""
+    looked_for = report.how.get("looked_for", checks.kinds(runs=False)) if report.heads else ()
+    return len(looked_for) + (0 if report.checks is None else len(report.checks.done))
+
+
+def list_late(report: Report) -> list[str]:
+    """The checks that ran out of time."""
+    skipped = [] if report.checks is None else report.checks.skipped
+    return [name for name, reason in skipped if reason.startswith("out of time")]
+
+
 def describe_no_findings(report: Report) -> str:
     """What the absence of findings means: the checks found nothing, which does not prove the model healthy."""
     if not report.heads:
@@ -109,11 +121,11 @@ def describe_no_findings(report: Report) -> str:
         return "Too few rows or keys to judge any head; examine more or longer text."
     part = " of the measured heads" if report.unmeasured or report.interrupted else ""
     rest = f" {count_noun(few, 'head')} had too few rows or keys to be judged." if few else ""
-    done = [] if report.checks is None else report.checks.done
-    looked_for = report.how.get("looked_for", checks.kinds(runs=False))
+    many = len(list_late(report))
+    late = f" ({count_noun(many, 'check')} ran out of time)" if many else ""
     noted = list(dict.fromkeys(one.kind for one in report.findings if one.scope == MODEL))
     also = f" Noted: {_join(noted)}." if noted else ""
-    return f"No problem found in these {len(looked_for) + len(done)} checks{part}.{rest}{also}"
+    return f"No problem found in these {count_made(report)} checks{late}{part}.{rest}{also}"
 
 
 def count_kinds(found: Iterable[tuple[str, int]]) -> list[str]:

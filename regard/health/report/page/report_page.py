@@ -22,10 +22,12 @@ from regard.health.report.summary import (
     ROOT,
     count_causes,
     count_kinds,
+    count_made,
     describe_extent,
     describe_loss,
     describe_mixers,
     describe_no_findings,
+    list_late,
 )
 from regard.health.report.terminal import average
 from regard.table import count_noun, format_number
@@ -34,6 +36,7 @@ SHOWN = ("entropy_ratio", "max_weight", "gain_ratio", "logit_variance", "max_log
 VERDICTS = dict(
     critical="critical findings", warning="warnings", note="notes only", clean="no problem found",
     partly="no problem found where measured", unmeasured="not measured", unjudged="too little data to judge",
+    late="checks ran out of time",
 )  # fmt: skip
 LIMIT = 2_500_000  # bytes of the packed numbers; beyond it detail is left out, never a head
 PREVIEW = 160  # characters of the text
@@ -108,10 +111,12 @@ def _describe_extent(report: Report) -> str:
     source = escape(str(report.how.get("input", "the batches given to regard.examine")))
     if report.checks is None:
         return f'Measured on {source}; <a href="#checked">what was not checked</a>.'
-    made, left = len(report.checks.done), len(report.checks.skipped)
-    names = shorten("; ".join(name for name, _ in report.checks.skipped), NAMES, placeholder=" …")
+    late = list_late(report)
+    left = late + [name for name, _ in report.checks.skipped if name not in late]
+    names = shorten("; ".join(left), NAMES, placeholder=" …")
+    more = f", {len(late)} out of time: give more with --seconds" if late else ""
     listed = f': {escape(names)} (<a href="#checked">why</a>)' if left else ""
-    return f"Measured on {source}. {count_noun(made, 'check')} made, {left} not{listed}."
+    return f"Measured on {source}. {count_noun(count_made(report), 'check')} made, {len(left)} not{more}{listed}."
 
 
 def _describe_text(report: Report) -> str:
@@ -131,6 +136,8 @@ def _verdict_without_findings(report: Report) -> str:
     judged = [head.can_be_judged for head in report.heads]
     if not any(judged):
         return "unjudged" if judged else "unmeasured"
+    if list_late(report):
+        return "late"
     return "clean" if all(judged) and not (report.unmeasured or report.interrupted) else "partly"
 
 

@@ -1,6 +1,5 @@
 """An examination is faithful or silent, keeps what it has when it is broken off, and leaves the model as it was."""
 
-import importlib
 import math
 
 import pytest
@@ -124,11 +123,10 @@ def test_the_report_is_there_before_the_checks_which_begin_with_the_gravest(monk
     assert begun == [0, 0, 0] and report.interrupted.startswith("KeyboardInterrupt (after ")
 
 
-def test_checks_end_when_their_time_is_over(monkeypatch):
-    module = importlib.import_module("regard.health.examine")
-    monkeypatch.setattr(module, "LEAST_CHECKS", 0.0)
-    monkeypatch.setattr(module, "CHECKS", 0.0)
-    report = examine(Own(), [torch.randn(1, 5, 12)], ablate=False)
+def test_checks_end_when_their_time_is_over():
+    with pytest.raises(ValueError, match="seconds must be above 0"):
+        examine(Own(), [torch.randn(1, 5, 12)], seconds=0.0)
+    report = examine(Own(), [torch.randn(1, 5, 12)], ablate=False, seconds=1e-9)
     assert report.checks.done == [] and {why.split(":")[0] for _, why in report.checks.reasons} == {"out of time"}
 
 

@@ -119,7 +119,7 @@ def test_checks_are_drawn_where_there_are_some(ill):
     page = report_page.render(checked)
     header = re.sub("<[^>]+>", "", page[page.index("<header>") : page.index("</header>")])
     assert "Loss 2.5 ± 0.1 (next token, 8 sequences); guessing by the token before: 2.2." in header
-    assert "1 check made, 1 not: padding (why)." in header
+    assert "25 checks made, 1 not: padding (why)." in header  # 24 of the heads' numbers
     assert re.search(r"<td class=\"words\">2, helps \(Δ [^<]+\)</td>", page)
     assert re.search(r"qk_norm: loss 2.5 → 2, helps \(Δ [^<;]+\), ends it in 4 of 4 heads", page)
     assert "two equal forwards agree" in page and "there is none" in page

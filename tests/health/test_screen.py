@@ -10,6 +10,7 @@ from regard.health.checks import rule_of
 from regard.health.checks.finding import fill_finding
 from regard.health.contract.run import Checks
 from regard.health.report import screen
+from regard.health.report.page import report_page
 from regard.health.report.report import Report
 from regard.health.report.writer import Writer
 
@@ -98,6 +99,9 @@ def test_checks_that_ran_out_of_time_are_in_the_verdict_which_is_not_sound():
     assert lines[1] == "– NO PROBLEM FOUND in these 3 checks (1 check ran out of time)."
     assert "3 checks made, 2 not, 1 out of time: give more with --seconds" in " ".join(map(str.strip, lines))
     assert screen.describe_skipped(report, True).endswith(": later tokens; padding")
+    header = report_page._header(report)
+    assert ">checks ran out of time<" in header and "(1 check ran out of time)" in header
+    assert "3 checks made, 2 not, 1 out of time: give more with --seconds: later tokens; padding" in header
     sound = replace(report, checks=Checks(["a", "b"], late[:1]))
     assert lines_of(sound)[1] == "✓ NO PROBLEM FOUND in these 3 checks."
     assert any("3 checks made, 1 not" in line for line in lines_of(sound))

@@ -33,8 +33,8 @@ from regard.health.report.summary import (
     describe_mixers,
     describe_no_findings,
     find_unusual,
-    list_names,
     list_late,
+    list_names,
     name_places,
     number_layers,
 )

@@ -62,6 +62,7 @@ def test_torchs_causal_biases_know_an_sdpa_that_was_imported_before(context):
     """Code that holds torch's function, while a monitor or a swap of torch's multi-head attention has its name."""
     found, model, q = [], nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 2, 5, 4)
     own = causal_upper_left(5, 5)
+    before = F.scaled_dot_product_attention  # torch's, unless a model of another test is observed for good
     model.register_forward_hook(lambda *_: found.append(SDPA(q, q, q, attn_mask=own)))
     expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
     watch = regard.Monitor(model, every=1) if context == "monitor" else regard.using(model, temperature=1.0)
@@ -70,7 +71,5 @@ def test_torchs_causal_biases_know_an_sdpa_that_was_imported_before(context):
         found.append(SDPA(q, q, q, attn_mask=own))
     found.append(SDPA(q, q, q, attn_mask=own))
     assert len(found) == 3 and all(type(o) is torch.Tensor and torch.allclose(o, expected) for o in found)
-    assert (
-        CausalBias.__dict__["__torch_function__"] is interception._BY_NAME[CausalBias]
-        and F.scaled_dot_product_attention is SDPA
-    )
+    by_name = CausalBias.__dict__["__torch_function__"] is interception._BY_NAME[CausalBias]
+    assert F.scaled_dot_product_attention is before and by_name == (before is SDPA)

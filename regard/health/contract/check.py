@@ -91,6 +91,8 @@ def check(
     given = list(itertools.islice(as_batches(batches), KEPT))
     if not given:
         raise ValueError("batches is empty; pass at least one batch")
+    if all(_is_empty(batch) for batch in given):
+        raise ValueError("the batches have no sequences; pass at least one that has")
     if all(_is_unlabelled(batch) for batch in given):
         raise ValueError(f"all labels are {IGNORED}, so no token is predicted; check what the collator masks")
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
@@ -170,6 +172,13 @@ def _read_heads(seen: Pass) -> list:
         heads = heads_of(seen.layers)
         keep_on_host(seen.layers, heads)
     return heads
+
+
+def _is_empty(batch: Any) -> bool:
+    """True if a batch holds tensors and none of them has a row."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
+    rows = [x.shape[0] for x in parts if isinstance(x, torch.Tensor) and x.ndim]
+    return bool(rows) and not any(rows)
 
 
 def _is_unlabelled(batch: Any) -> bool:

@@ -27,6 +27,7 @@ DROPOUTS = re.compile(r"(alpha_|feature_|feature_alpha_)?dropout([123]d)?_?")  #
 CONFIG_SWITCHES = ("apply_spec_augment",)  # of a configuration, that make training random
 IMPLEMENTATIONS = ("eager", "sdpa", "regard")  # flex_attention compiles for half a minute
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # a module's tables of parameters, children and hooks
+HOOKS = tuple(name for name in INTERNAL if "hooks" in name and isinstance(vars(nn.Module())[name], dict))
 TENSORS, REACHED = 2**28, 100_000  # bytes of tensors that are copied, and objects that are looked at, at most
 SIMPLE = (str, bytes, int, float, complex, type(None), type, nn.Module, nn.Parameter, ModuleType)
 DICTS = (dict, OrderedDict, defaultdict)
@@ -47,6 +48,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     plain = [{key: value for key, value in vars(module).items() if key not in INTERNAL} for module in modules]
     buffers = [dict(module._buffers) for module in modules]
+    # transformers adds hooks for the weights in the first forward that asks for them, and a mark that it has
+    hooks = [(table, dict(table)) for module in modules for table in (vars(module)[name] for name in HOOKS)]
     inner, within = snapshot([value for own in plain for value in own.values()])
     held = [x for x in (*within, *(x for own in buffers for x in own.values() if x is not None)) if not x.is_meta]
     held = list({id(x): x for x in held}.values())
@@ -62,6 +65,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
             vars(module).update(own)
             module._buffers.clear()
             module._buffers.update(registered)
+        for table, before in hooks:
+            if table.keys() != before.keys():
+                table.clear()
+                table.update(before)
         for restore in inner:
             restore()
         with torch.no_grad():

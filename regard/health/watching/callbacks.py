@@ -25,9 +25,10 @@ def _import_base(which: str) -> Any:
 
 def trainer_callback(monitor: Monitor) -> Any:
     """Returns a `transformers.TrainerCallback` that gives a monitor the trainer's steps, loss and end, and saves it."""
+    base = _import_base("trainer")
     from transformers.trainer_callback import ExportableState
 
-    class MonitorCallback(_import_base("trainer"), ExportableState):  # type: ignore[misc]
+    class MonitorCallback(base, ExportableState):  # type: ignore[misc]
         def state(self):  # the trainer writes it into trainer_state.json
             return {"args": {}, "attributes": {"saved": monitor.state_dict()}}
 

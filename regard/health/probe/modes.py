@@ -65,10 +65,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
             vars(module).update(own)
             module._buffers.clear()
             module._buffers.update(registered)
-        for table, before in hooks:
-            if table.keys() != before.keys():
+        for table, registered in hooks:
+            if table.keys() != registered.keys():
                 table.clear()
-                table.update(before)
+                table.update(registered)
         for restore in inner:
             restore()
         with torch.no_grad():

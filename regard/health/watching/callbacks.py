@@ -25,7 +25,7 @@ def _import_base(which: str) -> Any:
 
 def trainer_callback(monitor: Monitor) -> Any:
     """Returns a `transformers.TrainerCallback` that gives a monitor the trainer's steps, loss and end, and saves it."""
-    base = _import_base("trainer")
+    base: Any = _import_base("trainer")
     from transformers.trainer_callback import ExportableState
 
     class MonitorCallback(base, ExportableState):  # type: ignore[misc]

@@ -59,7 +59,7 @@ def is_near(layer: str, name: str) -> bool:
 
 
 def build_again(model: nn.Module) -> nn.Module:
-    """The same class from the same configuration, without values."""
+    """Returns a new model of this class and configuration, whose tensors have no values."""
     config = getattr(model, "config", None)
     if config is None or not type(model).__module__.startswith("transformers.models."):
         raise NothingToCheck("the model is no class of transformers")

@@ -191,7 +191,7 @@ def _enter_multi_head(module: nn.MultiheadAttention, inputs: tuple, named: dict)
 
 
 def _leave(module: nn.Module, inputs: tuple, output: Any) -> None:
-    """Also after an error, which may have ended modules within without their hooks."""
+    """Ends what stands above this module too: an error skips the hooks of the modules within."""
     for at in range(len(STATE.running) - 1, -1, -1):
         if STATE.running[at] is module:
             del STATE.running[at:]

@@ -1,17 +1,16 @@
 """Health on the GPU: readings by the kernels, a model against float64 eager weights, two streams and one result."""
 
 import copy
-import importlib
 
 import pytest
 import torch
 from health_data import invented, same_reading
 
 import regard
+from regard.health.measure import one_pass
 from regard.health.measure.layer_reading import LayerReading
 
 transformers = pytest.importorskip("transformers")
-examination = importlib.import_module("regard.health.examine")  # regard.health.examine is the function
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -89,7 +88,7 @@ def test_heads_told_early_are_those_told_late(monkeypatch, batches):
     model = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=6, **sizes)).cuda().bfloat16()
     given = [dict(input_ids=torch.randint(50, (2, 700), device="cuda")) for _ in range(batches)]
     early = regard.examine(model, given, checks=False)  # ablation takes as many heads as its time allows
-    monkeypatch.setattr(examination, "read_early", lambda recorder: None)
+    monkeypatch.setattr(one_pass, "read_early", lambda recorder: None)
     late = regard.examine(model, given, checks=False)
     assert early.unmeasured == late.unmeasured == []
     for one, other in zip(early.to_json()["heads"], late.to_json()["heads"], strict=True):

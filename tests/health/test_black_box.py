@@ -7,11 +7,15 @@ import zlib
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
 from regard.cli import main
 from regard.health import AttentionWarning
-from regard.health.watching.black_box import MAGIC, SAMPLES, read_black_box
+from regard.health.capture.call import Call
+from regard.health.watching.black_box import MAGIC, SAMPLES, as_row, measure_worst_row, read_black_box
+
+aten = torch.ops.aten
 
 
 class Model(nn.Module):
@@ -26,6 +30,33 @@ class Model(nn.Module):
         q, k, v = self.qkv(self.token(ids)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         k = torch.where((ids == 7)[:, None, :, None] & torch.tensor([False, True])[:, None, None], k * self.gain, k)
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class WithoutWaits(TorchDispatchMode):
+    """Fails at what makes the host wait on a GPU: a number read from a tensor, an index of bools, a copied number."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in (aten._local_scalar_dense, aten.nonzero, aten.lift_fresh), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scale", [None, 0.5, torch.tensor([0.5, 2.0])], ids=str)
+def test_the_worst_row_is_found_without_a_wait(scale):
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, heads, 7, 4) for heads in (2, 1, 1))
+    call = Call(nn.Identity(), q, k, v, lambda rows: v, "sdpa", causal=True, options=dict(scale=scale))
+    with WithoutWaits():
+        found = measure_worst_row(call)
+    s = q[0] @ k[0].mT * (0.5 if scale is None else torch.as_tensor(scale).reshape(-1, 1, 1))
+    s = s.masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -math.inf)
+    head, query = divmod(int(s.amax(-1).argmax()), 7)
+    row, logits = as_row(found, torch.float32), s[head, query].sort(descending=True)
+    assert (row["head"], row["query"], row["visible"], row["width"]) == (head, query, query + 1, 4)
+    assert row["scale"] == pytest.approx(0.5 if scale is None else torch.as_tensor(scale).expand(2)[head].item())
+    assert row["keys"] == logits.indices[: query + 1].tolist()
+    assert row["logits"] == pytest.approx(logits.values[: query + 1].tolist())
+    assert row["q_norm"] == pytest.approx(q[0, head, query].norm().item())
+    assert row["k_norms"] == pytest.approx(k[0, 0, row["keys"]].norm(dim=-1).tolist())
 
 
 class Letters:

@@ -110,17 +110,16 @@ def measure_worst_row(call: Call) -> list[Tensor]:
         mask = mask[:1] if mask.ndim == 4 else mask
         mask = mask.reshape((1,) * (3 - min(mask.ndim, 3)) + tuple(mask.shape[-3:]))
         s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.float()
-    at = s.amax(-1).flatten().nan_to_num(nan=math.inf).argmax()
+    at = s.amax(-1).flatten().nan_to_num(nan=math.inf).argmax()[None]  # the host would wait for an index without dims
     head, row = at // len(rows), at % len(rows)
-    logits = s[head, row]
+    logits = s.flatten(0, 1)[at][0]
     top = logits.topk(min(KEYS, len(logits)))
     rest = logits.scatter(0, top.indices, -math.inf).logsumexp(0)
     query, keys = q[head, rows[row]], k[head // repeats, top.indices]
-    used = scale if not isinstance(scale, Tensor) else scale.expand(len(q), 1, 1)[head, 0, 0]
-    numbers = [head, rows[row], rest, query.norm(), (logits > -math.inf).sum()]
-    numbers = [x.float() for x in numbers] + [torch.as_tensor(used, device=q.device).float()]
-    width = torch.tensor(float(q.shape[-1]), device=q.device)
-    return [torch.stack([*numbers, width]), top.indices.float(), top.values, keys.norm(dim=-1)]
+    norm, width = query.norm(dim=-1), torch.full_like(rest, q.shape[-1])[None]
+    used = scale.expand(len(q), 1, 1)[head, 0, 0] if isinstance(scale, Tensor) else torch.full_like(norm, scale)
+    numbers = [head, rows[row], rest[None], norm, (logits > -math.inf).sum()[None], used, width]
+    return [torch.cat([x.float() for x in numbers]), top.indices.float(), top.values, keys.norm(dim=-1)]
 
 
 def as_row(parts: Sequence[Tensor], dtype: torch.dtype | None) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from regard.health.checks import NotApplicable
 from regard.health.measure.query_rows import pad_of
 from regard.health.probe.decoding import find_decoders
-from regard.health.probe.plain import plain_text
 from regard.health.probe.probe import Probe, main_output
+from regard.health.probe.texts import plain_text
 from regard.health.tokens.text import as_token_batch
 
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from regard._call.score_function import ScoreFunction
-from regard._facts.dtypes import accumulator
-from regard._facts.readable import readable
+from regard._facts import accumulator, readable
 
 __all__ = ["ScoreFunction", "alibi", "forgetting", "relative"]
 
@@ -46,7 +45,7 @@ class Bias:
 
     def dense(self, q: Tensor, keys: int) -> Tensor:
         """The bias as one tensor that broadcasts to [B, H, M, N]."""
-        from regard._call.mask.dense import spread_relative
+        from regard.masks import spread_relative
 
         key, row, relative = self.terms(q, keys)
         row = None if row is None else row[..., None]

@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from regard import normalizers, statistics
+from regard import masks, normalizers, statistics
 from regard._call import philox
 from regard._call.arguments import AttentionOptions, takes_options
-from regard._call.mask import dense
 from regard._call.mask.attn_mask import find_positions, split_attn_mask
 from regard._call.problem import Problem
 from regard._call.score_function import ScoreFunction
 from regard._call.scores import resolve_scale, soft_cap
-from regard._facts.dtypes import reference_dtype, widen
+from regard._facts import reference_dtype, widen
 from regard.normalizers import Choice
 from regard.temperature.rows import Rows
 
@@ -124,7 +123,7 @@ def attention(
     order: dict[str, Any] = dict(
         is_causal=given.is_causal, window_=o.window, key_lengths=key_lengths, first=first_query
     )
-    interval = dense.dense(n, keys, **order, device=q.device)
+    interval = masks.dense(n, keys, **order, device=q.device)
     if interval is not None:
         visible = visible & _per_entry(interval, q)
     if given.mask is not None:
@@ -138,7 +137,7 @@ def attention(
         visible = visible & (x != -math.inf)
         finite = widen(x).masked_fill(x == -math.inf, 0.0)
         bias = finite if bias is None else bias + finite
-    k, v = dense.blanked(visible, k, v)
+    k, v = masks.blanked(visible, k, v)
     s = soft_cap(scale * (q @ k.transpose(-1, -2)), o.softcap)
     if o.score_mod is not None:
         i = torch.arange(n, device=q.device) + first_query if positions is None else positions
@@ -300,14 +299,14 @@ def joined_mask(problem: Problem) -> Tensor | None:
     """Mask, interval and every bias of a problem as one tensor that broadcasts to [B, H, M, N]."""
     mask, bias = problem.mask, problem.bias
     if problem.interval is not None:
-        visible = dense.interval(problem.interval[0], problem.interval[1], problem.k.shape[2])
+        visible = masks.interval(problem.interval[0], problem.interval[1], problem.k.shape[2])
         mask = visible if mask is None else mask & visible
     added = bias if bias is None else widen(bias)
     if problem.row_bias is not None:
         row = widen(problem.row_bias)[..., None]
         added = row if added is None else added + row
     if problem.relative is not None:
-        table = dense.spread_relative(widen(problem.relative), problem.q.shape[2], problem.k.shape[2])
+        table = masks.spread_relative(widen(problem.relative), problem.q.shape[2], problem.k.shape[2])
         added = table if added is None else added + table
     if added is None or mask is None:
         return mask if added is None else added

@@ -13,7 +13,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel  # n
 import regard.hf  # noqa: E402
 from regard.health.models import tiny_architectures  # noqa: E402
 from regard.health.models.tiny_inputs import find_runnable  # noqa: E402
-from regard.hf import attention, packing, self_check  # noqa: E402
+from regard.hf import attention, self_check  # noqa: E402
 
 SPARSE = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4", "minimax_m3_vl_text"]
 
@@ -120,8 +120,8 @@ def test_unregister_takes_everything_back():
 
 
 def test_positions_are_read_once_for_all_layers_in_inference_mode(monkeypatch):
-    reads, read = [], packing._read_documents
-    monkeypatch.setattr(packing, "_read_documents", lambda positions: reads.append(1) or read(positions))
+    reads, read = [], attention._read_documents
+    monkeypatch.setattr(attention, "_read_documents", lambda positions: reads.append(1) or read(positions))
     model = make_model("llama")
     model.set_attn_implementation("regard")
     with torch.inference_mode():

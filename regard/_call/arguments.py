@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard._call.mask.mask import Mask
 from regard._call.score_function import ScoreFunction
-from regard._facts.remember import remember
+from regard._facts import remember
 from regard.bias import Bias
 from regard.normalizers import Choice
 

@@ -14,8 +14,7 @@ from regard._call.score_function import ScoreFunction
 from regard._call.scores import is_finite, is_real
 from regard._call.validation import check_dense, fits, is_float
 from regard._call.validation import check_theta as check_parameter
-from regard._facts.dtypes import accumulator
-from regard._facts.readable import readable
+from regard._facts import accumulator, readable
 from regard.normalizers import Choice
 
 LARGEST = 1e20  # of a temperature, a soft cap and their inverses: logits then stay within float32

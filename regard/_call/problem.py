@@ -22,7 +22,7 @@ from torch import Tensor
 from regard import normalizers
 from regard._call import score_function
 from regard._call.score_function import ScoreFunction
-from regard._facts.dtypes import accumulator
+from regard._facts import accumulator
 from regard.normalizers import Choice
 
 

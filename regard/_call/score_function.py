@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._facts.readable import readable
+from regard._facts import readable
 from regard.normalizers._language import WORDS, callees, jit, plain, source, speak, tl, torch_words
 
 ARGUMENTS = ("s", "i", "j", "h")

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._facts.device import has_numba
-from regard._facts.readable import readable
+from regard._facts import has_numba, readable
 from regard.normalizers import Parameter
 
 LARGEST = 1e20  # a temperature, or its inverse

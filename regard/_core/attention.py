@@ -21,7 +21,7 @@ from regard._core.execute import execute
 from regard._core.gate import gate_result
 from regard._core.key_reading import asks_for_keys, attend_with_keys
 from regard._core.prepare import prepare
-from regard._facts.modes import is_plain_eager
+from regard._facts import is_plain_eager
 from regard.statistics import Statistics
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard._call.problem import Problem
-from regard._facts.device import allowed_backends, has_bulk_copies
+from regard._facts import allowed_backends, has_bulk_copies
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

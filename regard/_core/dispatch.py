@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from regard._call.problem import Problem, find_option
-from regard._facts.device import (
+from regard._facts import (
     NO_NUMBA,
     allowed_backends,
     has_bulk_copies,
     has_large_shared_memory,
     has_numba,
+    is_transformed,
+    is_within_vmap,
+    readable,
     supports_gluon,
 )
-from regard._facts.modes import is_transformed, is_within_vmap
-from regard._facts.readable import readable
 from regard.statistics import ON_REQUEST
 
 BACKENDS = ("torch", "cpu", "triton", "reference")

@@ -23,8 +23,7 @@ from regard._core.dispatch import PLAIN, REQUESTED, TRANSFORM, has_transform, un
 from regard._core.gate import apply_gate
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.prepare import PreparedCall
-from regard._facts.modes import is_plain_eager, is_transformed
-from regard._facts.readable import is_mapped
+from regard._facts import is_mapped, is_plain_eager, is_transformed
 from regard.statistics import Statistics
 from regard.temperature.rows import Rows, visible_keys
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from regard._core.derivatives.autograd import FusedFormula
-from regard._facts.dtypes import accumulator
-from regard._facts.modes import is_plain_eager
+from regard._facts import accumulator, is_plain_eager
 from regard.statistics import Statistics
 
 Result = Tensor | tuple[Tensor, Statistics]

@@ -30,7 +30,7 @@ from regard._core.dispatch import has_transform, why_not_fused
 from regard._core.execute import apply_policy, execute, finish
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.prepare import PreparedCall, prepare
-from regard._facts.modes import is_within_vmap
+from regard._facts import is_within_vmap
 from regard.statistics import Statistics
 
 NAMES = re.compile(r"received|top_keys\((\d+)\)")

@@ -27,8 +27,7 @@ from regard._core.derivatives.transforms import Duals, Setting, split_duals
 from regard._core.dispatch import classify_lengths, has_transform, why_not_carried
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.prepare import PreparedCall
-from regard._facts.device import allowed_backends
-from regard._facts.remember import remember
+from regard._facts import allowed_backends, remember
 from regard.statistics import Statistics
 
 Plan = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Statistics]]

@@ -39,8 +39,7 @@ from regard._call.problem import TENSORS, Problem
 from regard._call.scores import resolve_scale
 from regard._call.validation import check_flag, check_scores, is_autocast
 from regard._core.dispatch import Path, choose
-from regard._facts.dtypes import accumulator
-from regard._facts.readable import readable
+from regard._facts import accumulator, readable
 from regard.temperature.rows import visible_keys
 
 

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
-from regard._call.mask.dense import blanked, dense
 from regard._call.options import check_policy_result, check_temperature
 from regard._call.scores import soft_cap
 from regard._core.rows.functions import normalize
-from regard._facts.modes import is_transformed
+from regard._facts import is_transformed
+from regard.masks import blanked, dense
 from regard.temperature.rows import Rows
 
 BLOCK = 64  # queries scored at once

@@ -13,7 +13,7 @@ from regard import normalizers, statistics
 from regard._call.arguments import AttnMask
 from regard._call.validation import check_flag
 from regard._core.attention import attention
-from regard._facts.dtypes import accumulator
+from regard._facts import accumulator
 from regard.nn import validation
 from regard.nn.multihead import Cache
 from regard.nn.visibility import Visibility

@@ -21,7 +21,7 @@ from regard._call.validation import check_flag
 from regard._core.attention import attention
 from regard._core.gate import apply_gate
 from regard._core.rows.qk_norm import qk_norm
-from regard._facts.readable import is_mapped
+from regard._facts import is_mapped
 from regard.bias import forgetting
 from regard.nn import additive, torch_weights, validation
 from regard.nn.learned_parameter import LearnedParameter

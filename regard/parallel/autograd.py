@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from regard._call.problem import Forward, Gradients, Problem, Upstream, Whole
+from regard.parallel import gather, tree
 from regard.parallel.plan import ShardPlan
-from regard.parallel.schemes import gather, tree
 from regard.statistics import DIFFERENTIABLE
 
 

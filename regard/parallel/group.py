@@ -7,6 +7,7 @@ that names the step, and the rank where torch tells it. `record_sent` lists what
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -260,3 +261,22 @@ class Transfer:
             self.target = self.received.to(self.target.device)
         self.sent = self.received = None
         return self.target
+
+
+def join_group(timeout: float) -> bool | None:
+    """Join a gloo group and return True in a process of torchrun; return None in any other process."""
+    if not dist.is_available() or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    return True
+
+
+def is_first_rank() -> bool:
+    """True on rank 0, which prints for all, and in a process without a group."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def local_device(name: str) -> str:
+    """Return this process's own GPU for "cuda", and any other name unchanged."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if name == "cuda" and "LOCAL_RANK" in os.environ else name

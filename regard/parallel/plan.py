@@ -13,7 +13,7 @@ from regard import normalizers
 from regard._call.problem import Problem
 from regard._core.dispatch import find_gpu_obstacle
 from regard._core.ops.backends import ATTENTION, backend_module
-from regard._facts.device import has_numba
+from regard._facts import has_numba
 from regard.normalizers._families import nothing
 from regard.parallel import reference_rows
 from regard.parallel.group import RankGroup

@@ -12,12 +12,11 @@ from regard._call.arguments import AttentionOptions, takes_options
 from regard._core.execute import check_policy_tensor
 from regard._core.gate import apply_gate
 from regard._core.prepare import PreparedCall
-from regard.parallel import reference_rows
+from regard.parallel import reference_rows, ring, tree
 from regard.parallel.autograd import ParallelAttention
 from regard.parallel.call import ShardedCall
 from regard.parallel.group import Group, RankGroup
 from regard.parallel.plan import ShardPlan
-from regard.parallel.schemes import ring, tree
 from regard.statistics import Statistics
 from regard.temperature.rows import Rows, visible_keys
 

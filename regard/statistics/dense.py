@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._facts.dtypes import widen
+from regard._facts import widen
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
 from regard.statistics.definitions import OF_LOGITS, Row

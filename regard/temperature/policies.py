@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard._call.scores import is_positive, is_real
-from regard._facts.readable import has_no_values
+from regard._facts import has_no_values
 from regard.temperature.rows import Rows, check_queries, check_sizes
 
 LARGEST = 87.0  # of Learned's |θ|: T stays finite and positive in float32

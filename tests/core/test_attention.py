@@ -15,10 +15,9 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import regard
-from regard import normalizers
+from regard import _facts, normalizers
 from regard._call.problem import Problem
 from regard._core.dispatch import choose
-from regard._facts import device
 
 MASKS = {
     "none": lambda m, n: {},
@@ -181,7 +180,7 @@ def test_heads_too_wide_for_a_gpu_go_by_the_reference(monkeypatch):
     room = {"shared_memory_per_block_optin": 232448}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**room))
     choice = normalizers.get("entmax15")
-    device.clear()
+    _facts.clear()
     with FakeTensorMode():
         for dtype, width, backend in (
             (torch.bfloat16, 1024, "triton"),
@@ -195,7 +194,7 @@ def test_heads_too_wide_for_a_gpu_go_by_the_reference(monkeypatch):
             if backend == "reference":
                 with pytest.raises(ValueError, match=f"heads of {width}, for which the GPU"):
                     choose(problem, None, "triton")
-    device.clear()
+    _facts.clear()
 
 
 def test_the_same_bits_every_time():

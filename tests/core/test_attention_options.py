@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import regard
 from regard import normalizers
-from regard._call.mask.dense import dense
+from regard.masks import dense
 
 
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])

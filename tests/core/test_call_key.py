@@ -8,12 +8,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import regard
-from regard import normalizers
+from regard import _facts, normalizers
 from regard._call import arguments, problem
 from regard._call.arguments import AttentionOptions, Kept
 from regard._call.problem import Problem
 from regard._core import cudnn_forward, dispatch, plans
-from regard._facts import device
 
 X = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
 
@@ -129,12 +128,12 @@ def test_a_choice_of_kernels_by_the_user_stands(monkeypatch):
     """cuDNN is asked first only where torch's settings are as they were."""
     monkeypatch.setattr(cudnn_forward, "has_bulk_copies", lambda device: True)
     gpu = torch.device("cuda")
-    assert device.allowed_backends() is None and cudnn_forward.prefers_cudnn(gpu)
+    assert _facts.allowed_backends() is None and cudnn_forward.prefers_cudnn(gpu)
     with sdpa_kernel(SDPBackend.MATH):
         assert not cudnn_forward.prefers_cudnn(gpu)
-        one = device.allowed_backends()
+        one = _facts.allowed_backends()
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
-        assert device.allowed_backends() not in (None, one)
+        assert _facts.allowed_backends() not in (None, one)
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         assert not cudnn_forward.prefers_cudnn(gpu)

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 import regard
-from regard._facts import device, dtypes
+from regard import _facts
 
 
 def take_away_float64(monkeypatch) -> None:
     """Let the CPU be taken for such a device; a float64 tensor made on the way would show in a dtype."""
-    monkeypatch.setattr(dtypes, "supports_float64", lambda device: False)
+    monkeypatch.setattr(_facts, "supports_float64", lambda device: False)
 
 
 def test_mps_and_some_intel_gpus_have_no_float64(monkeypatch):
-    assert device.supports_float64(torch.device("cpu")) and device.supports_float64(torch.device("cuda", 0))
-    assert not device.supports_float64(torch.device("mps"))
+    assert _facts.supports_float64(torch.device("cpu")) and _facts.supports_float64(torch.device("cuda", 0))
+    assert not _facts.supports_float64(torch.device("mps"))
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=False))
-    assert not device.supports_float64(torch.device("xpu", 0))
+    assert not _facts.supports_float64(torch.device("xpu", 0))
 
 
 @pytest.mark.parametrize("name", ["softmax", "relu", "sigmoid", "entmax15", "entmax(alpha=1.002)"])

@@ -14,7 +14,7 @@ from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention import registry
 from regard._backends.gpu.attention.backward import cudnn, dkv, stored_ds
 from regard._call.problem import Upstream
-from regard._facts.device import supports_gluon
+from regard._facts import supports_gluon
 
 pytestmark = pytest.mark.filterwarnings("default")
 WHY_NOT = cudnn.why_not

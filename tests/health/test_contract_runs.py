@@ -17,7 +17,7 @@ from transformers import T5ForConditionalGeneration as T5
 from regard.health import checks
 from regard.health.checks import NotApplicable
 from regard.health.examine import evaluation_mode
-from regard.health.probe import twin
+from regard.health.probe import library
 from regard.health.probe.trial import Trial
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -205,10 +205,10 @@ def test_kernels_disagree_where_one_has_another_scale(monkeypatch):
 @pytest.mark.parametrize("is_sound", [True, False])
 def test_a_pristine_twin_names_what_is_not_the_librarys(monkeypatch, is_sound):
     def run(command, **options):
-        twin.main(Path(command[-1]))  # the library is whole here, so its process is not needed
+        library.main(Path(command[-1]))  # the library is whole here, so its process is not needed
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(twin.subprocess, "run", run)
+    monkeypatch.setattr(library.subprocess, "run", run)
     model = llama()
     model.model.layers[1].self_attn.register_buffer("harmless", torch.ones(1), persistent=False)
     if is_sound:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import regard
+from regard.health import mixers
 from regard.health.mixers import Mixers
 
 pytest.importorskip("transformers")
@@ -86,12 +87,10 @@ def test_the_decay_of_a_delta_net_is_what_its_kernel_is_given(monkeypatch):
 
 
 def test_a_failure_of_ours_ends_the_reading_and_not_the_forward(monkeypatch):
-    from regard.health.mixers import mamba2
-
     def fail(*_):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(mamba2, "read", fail)
+    monkeypatch.setattr(mixers, "KINDS", tuple(kind._replace(read=fail) for kind in mixers.KINDS))
     report = examine(make_model("bamba"))
     assert {one["failure"] for one in report.mixers["others"]} == {"RuntimeError: ours"}
     assert report.summary()[0].endswith("not at all.")

@@ -31,7 +31,7 @@ from regard._backends.cpu.rows.row_io import CHUNK, INF, NAN, fill, load, read
 from regard._backends.cpu.rows.threshold import tile_functions
 from regard._backends.cpu.tasks import run_row_ranges
 from regard._backends.cpu.threshold_solver import pack_above, solve_row
-from regard._facts.dtypes import accumulator
+from regard._facts import accumulator
 from regard.normalizers import Choice, Normalizer
 from regard.normalizers._language import speak
 

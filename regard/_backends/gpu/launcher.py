@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from regard._call.problem import Problem
-from regard._facts.remember import remember
+from regard._facts import remember
 
 MAX_KEYS = 4096  # of remembered launches
 MAX_ADDRESSES = 256  # of tensors whose encoded descriptor is kept

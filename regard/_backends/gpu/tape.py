@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from regard._backends.gpu import launcher
-from regard._facts.remember import remember
+from regard._facts import remember
 
 MAX_TAPES = 512
 MAX_BYTES = 2**25  # of an allocation that shares its memory with others

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard._call.mask.dense import resolve_causal_bias
 from regard._call.mask.mask import Mask
 from regard._call.mask.parts import Documents, Lengths, Packed, Padding, Prefix
 from regard.bias import Bias
+from regard.masks import resolve_causal_bias
 
 
 class GivenMask(NamedTuple):

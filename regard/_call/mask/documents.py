@@ -15,9 +15,7 @@ from torch import Tensor
 
 from regard._call.mask.mask import Mask
 from regard._call.mask.parts import Intervals, Packed, check_cu_seqlens, find_longest, reach_of
-from regard._facts.modes import is_plain_eager
-from regard._facts.readable import readable
-from regard._facts.remember import remember
+from regard._facts import is_plain_eager, readable, remember
 
 Ints = Tensor | Sequence[int]
 Sides = tuple[int | None, int | None]

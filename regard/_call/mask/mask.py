@@ -26,7 +26,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from regard._call.mask.dense import interval
 from regard._call.mask.parts import (
     PLANNED,
     SHARED,
@@ -49,7 +48,8 @@ from regard._call.mask.parts import (
     runs,
     shape_of,
 )
-from regard._facts.readable import has_no_values
+from regard._facts import has_no_values
+from regard.masks import interval
 
 Ints = Tensor | Sequence[int]
 

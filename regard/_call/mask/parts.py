@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard._facts.readable import has_no_values
+from regard._facts import has_no_values
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 UNLIMITED = 1 << 31  # keys to one side: more than there are

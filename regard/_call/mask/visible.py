@@ -24,7 +24,7 @@ from regard._call.mask.parts import (
     least,
 )
 from regard._call.validation import check_dense, fits, is_float
-from regard._facts.readable import readable
+from regard._facts import readable
 
 
 @dataclass

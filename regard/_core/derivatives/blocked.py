@@ -21,7 +21,7 @@ from torch import Tensor
 from regard import reference
 from regard._call.problem import Problem
 from regard._core.derivatives.autograd import LEARNED, places_of, spread
-from regard._facts.dtypes import widen
+from regard._facts import widen
 
 SCORES = 1 << 22  # of the rows that are taken at once
 PLACES = places_of(tuple(LEARNED))  # of the tensors that have derivatives, in TENSORS

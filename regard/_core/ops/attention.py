@@ -27,7 +27,7 @@ from regard._core.derivatives.autograd import (
     spread,
 )
 from regard._core.ops.backends import ATTENTION, backend_module, default_device, refuse_tangents
-from regard._facts.dtypes import accumulator
+from regard._facts import accumulator
 
 COUNT = len(TENSORS)
 STATS = COUNT - 3 + [name for name, _ in WIRED].index("stats")  # the names among what follows q, k and v

@@ -13,7 +13,7 @@ from torch.library import custom_op
 from regard import normalizers
 from regard._core.ops.backends import LOSSES, backend_module, default_device, refuse_tangents
 from regard._core.ops.rows import register_row_vmap, rows
-from regard._facts.dtypes import accumulator
+from regard._facts import accumulator
 
 
 @custom_op("regard::row_loss", mutates_args=())

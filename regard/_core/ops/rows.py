@@ -8,8 +8,7 @@ from torch.library import custom_op
 
 from regard import normalizers
 from regard._core.ops.backends import ROWS, backend_module, default_device, refuse_tangents
-from regard._facts.dtypes import accumulator
-from regard._facts.modes import is_plain_eager
+from regard._facts import accumulator, is_plain_eager
 from regard.normalizers._language import speak, torch_words
 
 

@@ -25,11 +25,16 @@ from regard._call.validation import (
 from regard._core import ops
 from regard._core.ops.backends import ROWS, backend_module
 from regard._core.rows.temperature_limits import apply_temperature, scale_scores
-from regard._facts.device import has_numba
-from regard._facts.dtypes import accumulator, reference_dtype, widen
-from regard._facts.modes import is_plain_eager, is_transformed
-from regard._facts.readable import has_no_values
-from regard._facts.remember import remember
+from regard._facts import (
+    accumulator,
+    has_no_values,
+    has_numba,
+    is_plain_eager,
+    is_transformed,
+    reference_dtype,
+    remember,
+    widen,
+)
 from regard.normalizers import Choice
 
 MAX_PLANS = 1024

@@ -22,7 +22,7 @@ from regard._core.rows.execute import run, run_named
 from regard._core.rows.log_softmax import log_softmax as log_softmax
 from regard._core.rows.log_softmax import logsumexp as logsumexp
 from regard._core.rows.temperature_limits import divide_visible
-from regard._facts.dtypes import accumulator
+from regard._facts import accumulator
 from regard.normalizers import Choice
 
 

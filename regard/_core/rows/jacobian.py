@@ -18,8 +18,7 @@ from regard._call.validation import check_device, check_scores, check_temperatur
 from regard._core import ops
 from regard._core.rows.execute import widen_near_softmax
 from regard._core.rows.temperature_limits import scale_scores, subtract_max, temperature_limit
-from regard._facts.dtypes import widen
-from regard._facts.modes import is_transformed
+from regard._facts import is_transformed, widen
 from regard.statistics import Terms, solve_shift
 
 

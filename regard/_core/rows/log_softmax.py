@@ -17,8 +17,7 @@ from regard._call.validation import (
     under_autocast,
 )
 from regard._core.rows.temperature_limits import divide_visible, subtract_max
-from regard._facts.dtypes import accumulator
-from regard._facts.readable import readable
+from regard._facts import accumulator, readable
 
 
 def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:

@@ -14,9 +14,7 @@ from regard._call.validation import check_dense, check_device, check_scores, che
 from regard._core import ops
 from regard._core.ops.backends import LOSSES, backend_module, default_device
 from regard._core.rows.execute import widen_near_softmax
-from regard._facts.dtypes import accumulator
-from regard._facts.modes import is_plain_eager, is_transformed
-from regard._facts.readable import readable
+from regard._facts import accumulator, is_plain_eager, is_transformed, readable
 from regard.normalizers import Choice
 
 REDUCTIONS = ("none", "mean", "elementwise_mean", "sum")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard._call.validation import check_scores
-from regard._facts.dtypes import reference_dtype, widen
+from regard._facts import reference_dtype, widen
 
 
 class OnlineSoftmax:

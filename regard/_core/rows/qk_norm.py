@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from regard._core.derivatives.autograd import FusedFormula
-from regard._facts.modes import is_plain_eager
+from regard._facts import is_plain_eager
 
 
 def qk_norm(q: Tensor, k: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:

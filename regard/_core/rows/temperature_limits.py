@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._facts.dtypes import accumulator, widen
-from regard._facts.readable import readable
+from regard._facts import accumulator, readable, widen
 from regard.normalizers import Choice
 
 Rows = Callable[[Tensor, float], Tensor]  # (z, scale) → normaliser(scale·z)

@@ -15,13 +15,13 @@ from torch.nn.functional import dropout
 
 import regard
 from regard._call.arguments import AttentionOptions
-from regard._call.mask.dense import blanked
 from regard._call.problem import Problem
 from regard._call.scores import soft_cap
 from regard._call.validation import is_autocast, under_autocast
 from regard._core.execute import apply_policy
 from regard._core.gate import apply_gate
 from regard._core.prepare import prepare
+from regard.masks import blanked
 from regard.reference import score_of, with_sink
 
 CROSS_NAMES = ("cross", "encoder_attn", "encdec")  # parts of the names of cross-attention modules, or of their parents

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard._call.mask.documents import document_mask
 from regard.health.capture.call import Call, clean_mask, hide, merge_mask_and_bias
-from regard.health.capture.documents import document_mask
 from regard.health.capture.interception import interceptions_of, route_result, running_module, without_mode
 
 MAX_DENSE = 2**30  # entries of a dense mask or bias

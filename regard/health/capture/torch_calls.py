@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from regard._call.mask.dense import resolve_causal_bias
 from regard._call.problem import TENSORS, Problem, unflatten
 from regard._core.execute import dense_attention, opened_rows
 from regard._core.gate import apply_gate
@@ -44,6 +43,7 @@ from regard.health.capture.interception import (
     run_sdpa,
     running_module,
 )
+from regard.masks import resolve_causal_bias
 from regard.normalizers import Choice
 from regard.reference import joined_mask, score_of
 from regard.temperature.rows import is_measuring

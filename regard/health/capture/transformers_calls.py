@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
+from regard._call.mask.documents import documents_of_positions
 from regard.health.capture.call import Call, causal_rows, clean_mask, derive, merge_mask_and_bias, select_rows
-from regard.health.capture.documents import documents_of_positions
 from regard.health.capture.flex_calls import mask_of_block
 from regard.health.capture.fused_call import FusedCall, capture_fused
 from regard.health.capture.guard import guarded

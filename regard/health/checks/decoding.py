@@ -16,10 +16,10 @@ from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe import differences
 from regard.health.probe.decoding import Decoder, FirstOfEqual, GivenState, find_decoders, is_recurrent
+from regard.health.probe.differences import row_changes
 from regard.health.probe.library import is_library_code
 from regard.health.probe.modes import configs_of, preserved
 from regard.health.probe.probe import keep_calls
-from regard.health.probe.rounding import row_changes
 from regard.health.probe.trial import Trial
 from regard.health.tokens.text import TokenBatch
 

@@ -7,11 +7,11 @@ output behind it may not change.
 import torch
 from torch import Tensor
 
-from regard.health.capture.documents import find_starts
+from regard._call.mask.documents import find_starts
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
-from regard.health.probe.packed import LENGTHS, find_documents
 from regard.health.probe.probe import relative_change
+from regard.health.probe.texts import LENGTHS, find_documents
 from regard.health.probe.trial import SEQUENCES, Trial
 from regard.health.tokens.text import TokenBatch, exchange_tokens
 

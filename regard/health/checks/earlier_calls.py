@@ -5,9 +5,9 @@ from torch import nn
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.measure.batches import max_positions
+from regard.health.probe.differences import largest_change
 from regard.health.probe.library import is_library_code
 from regard.health.probe.modes import preserved
-from regard.health.probe.rounding import largest_change
 from regard.health.probe.trial import Trial
 
 RULE = Rule(

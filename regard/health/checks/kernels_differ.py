@@ -4,9 +4,8 @@ from typing import Any
 
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
-from regard.health.probe.differences import explain_mode
+from regard.health.probe.differences import explain_mode, largest_change
 from regard.health.probe.modes import implementations_of
-from regard.health.probe.rounding import largest_change
 from regard.health.probe.trial import Trial
 
 RULE = Rule(

@@ -12,9 +12,9 @@ from torch import Tensor
 from regard.health.capture.call import Call
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
-from regard.health.probe.futures import Leak, change_later, find_leaks
+from regard.health.probe.differences import largest_change
 from regard.health.probe.probe import Key, relative_change
-from regard.health.probe.rounding import largest_change
+from regard.health.probe.texts import Leak, change_later, find_leaks
 from regard.health.probe.trial import Trial
 
 RULE = Rule(

@@ -9,7 +9,7 @@ import torch
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.decoding import find_decoders, is_recurrent
-from regard.health.probe.futures import find_leaks
+from regard.health.probe.texts import find_leaks
 from regard.health.probe.trial import Trial
 from regard.health.tokens.text import TokenBatch
 

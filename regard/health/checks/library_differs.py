@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NothingToCheck, Rule
-from regard.health.probe.library import foreign_code
-from regard.health.probe.rounding import largest_change
+from regard.health.probe.differences import largest_change
+from regard.health.probe.library import MAIN, collect, foreign_code, library_class, run_twin
 from regard.health.probe.trial import Trial
-from regard.health.probe.twin import MAIN, collect, library_class, run_twin
 
 RULE = Rule(
     "RG240", "differs from the library", "the model gives what the library's own code gives", "critical",

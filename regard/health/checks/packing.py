@@ -14,9 +14,9 @@ from torch import Tensor
 
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.differences import largest_change
 from regard.health.probe.library import foreign_code, is_library_model
-from regard.health.probe.packed import find_documents
-from regard.health.probe.rounding import largest_change
+from regard.health.probe.texts import find_documents
 from regard.health.probe.trial import Trial
 from regard.health.tokens.text import TokenBatch, exchange_tokens
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.differences import alone_in_batch, largest_change
 from regard.health.probe.library import is_library_code
 from regard.health.probe.probe import CapturedCall, Key, relative_change
-from regard.health.probe.rounding import alone_in_batch, largest_change
 from regard.health.probe.trial import Trial
 from regard.health.tokens.text import TokenBatch, find_padding
 

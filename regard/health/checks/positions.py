@@ -12,12 +12,12 @@ import torch
 
 from regard.health.checks.distance_bias import last_bias, slopes_of
 from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
+from regard.health.probe.differences import largest_change, row_changes
 from regard.health.probe.library import is_library_code
 from regard.health.probe.pixels import require_image, trace_pixels
 from regard.health.probe.probe import CapturedCall, Key, relative_change
-from regard.health.probe.repeated import capture_repeated
 from regard.health.probe.rotation import Rotation, depends_on_position, recover_rotation
-from regard.health.probe.rounding import largest_change, row_changes
+from regard.health.probe.texts import capture_repeated
 from regard.health.probe.trial import Trial
 
 NEEDS = "token ids and attention calls"

@@ -11,8 +11,8 @@ from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.configuration import layer_config
 from regard.health.probe.probe import Key
 from regard.health.probe.projections import capture_inside
-from regard.health.probe.repeated import repeat_one_token
 from regard.health.probe.rotation import recover_rotation
+from regard.health.probe.texts import repeat_one_token
 from regard.health.probe.trial import Trial
 
 NAMES = re.compile(r"(^|\.)(q_?norm|norm_?q|q_?layer_?norm|query_?(layer_?)?norm|k_?norm|norm_?k|k_?layer_?norm|"

@@ -12,7 +12,6 @@ from torch import Tensor
 from regard.health.checks.rule import NothingToCheck, Rule
 from regard.health.probe.configuration import LayerConfig, expected_angles, layer_config
 from regard.health.probe.probe import Key
-from regard.health.probe.repeated import capture_repeated
 from regard.health.probe.rotation import (
     HALVES,
     INTERLEAVED,
@@ -22,6 +21,7 @@ from regard.health.probe.rotation import (
     recover_rotation,
     rotate,
 )  # fmt: skip
+from regard.health.probe.texts import capture_repeated
 from regard.health.probe.trial import Trial
 from regard.table import format_number
 

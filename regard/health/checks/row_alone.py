@@ -4,7 +4,7 @@ import torch
 
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
-from regard.health.probe.rounding import alone_in_batch, largest_change
+from regard.health.probe.differences import alone_in_batch, largest_change
 from regard.health.probe.trial import Trial
 
 RULE = Rule(

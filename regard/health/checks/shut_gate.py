@@ -5,7 +5,7 @@ Trained gates are sparse, with means around 0.1 (arXiv 2505.06708); a head that 
 
 from regard.health.checks.finding import Finding, Heads, make_finding
 from regard.health.checks.rule import Rule
-from regard.health.measure.gates import NEAR_ZERO
+from regard.health.measure.norms import NEAR_ZERO
 
 RULE = Rule(
     "RG309", "shut gate", "output gates open", "note", needs="attention calls of a gated layer",

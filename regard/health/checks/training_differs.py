@@ -5,9 +5,8 @@ from torch import Tensor
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.measure.batches import evaluation_mode
-from regard.health.probe.differences import explain_mode
+from regard.health.probe.differences import explain_mode, largest_change
 from regard.health.probe.library import is_library_code
-from regard.health.probe.rounding import largest_change
 from regard.health.probe.trial import CHECKPOINTING, MODES, TRAINING, WEIGHTS, Trial
 
 NEEDS = "token ids"

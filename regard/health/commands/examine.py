@@ -11,7 +11,7 @@ from regard.health.examine import examine
 from regard.health.models.loading import load
 from regard.health.report.report import Report
 from regard.health.what_if import FORMS, parse_all
-from regard.parallel import torchrun
+from regard.parallel.group import is_first_rank, join_group, local_device
 
 SUFFIXES = (".html", ".json", ".png")
 
@@ -75,7 +75,7 @@ def main(options: argparse.Namespace) -> int:
     except ValueError as error:
         options.fail(str(error))
     files.announce_hub(options.model)
-    ranks, subject = torchrun.join_group(options.timeout), None
+    ranks, subject = join_group(options.timeout), None
     wanted = [path for path in (options.out, options.json, options.png) if path is not None]
 
     def with_notes(report: Report) -> Report:
@@ -84,12 +84,12 @@ def main(options: argparse.Namespace) -> int:
     try:
         subject = load(
             options.model, None if options.text is None else files.read_text(options.text), length=options.length,
-            batch=options.batch, limit=options.limit, device=torchrun.local_device(options.device), dtype=options.dtype,
+            batch=options.batch, limit=options.limit, device=local_device(options.device), dtype=options.dtype,
             pickle=options.allow_pickle, missing=options.allow_missing,
         )  # fmt: skip
         report = examine(
             subject.model, subject.batches, options.what_if, title=subject.title,
-            progress=sys.stderr.isatty() and torchrun.is_first_rank(), group=ranks, snapshot=options.snapshot,
+            progress=sys.stderr.isatty() and is_first_rank(), group=ranks, snapshot=options.snapshot,
             tokenizer=subject.tokenizer, checks=not options.no_checks, ablate=False if options.no_ablation else None,
             seconds=options.seconds, predictor=subject.predictor,
             measured=lambda early: files.save_report(with_notes(early), wanted),
@@ -98,7 +98,7 @@ def main(options: argparse.Namespace) -> int:
         on = f" on {subject.notes['input']}" if subject else ""
         files.print_error("examine", files.describe_failure(error, f"{options.model!r} failed{on}"))
         return 1
-    if not torchrun.is_first_rank():  # status 1 would make torchrun end rank 0 before it writes the report
+    if not is_first_rank():  # status 1 would make torchrun end rank 0 before it writes the report
         return 0
     report = with_notes(report)
     written, failed = files.save_report(report, wanted)  # before printing, which a closed pipe may end

@@ -19,9 +19,9 @@ from regard.health.checks import SEVERITIES, Finding, NotApplicable, NothingToCh
 from regard.health.checks.finding import Heads, Layers, sort_findings
 from regard.health.contract.ablation import Ablation, Ablator, ablate, describe_effect
 from regard.health.contract.rounding import RoundingEffect, measure_rounding
+from regard.health.probe.differences import largest_change
 from regard.health.probe.modes import preserved
 from regard.health.probe.probe import change_calls
-from regard.health.probe.rounding import largest_change
 from regard.health.probe.task import LossChange, LossReading
 from regard.health.probe.trial import Trial
 from regard.health.what_if import WhatIf, parse

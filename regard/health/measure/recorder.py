@@ -19,8 +19,8 @@ from regard.health.capture.interception import forward_token, running_frame, unc
 from regard.health.checks.eval_dropout import DROPS
 from regard.health.measure import norms, query_rows
 from regard.health.measure.designed_scale import have_equal_norms, is_designed
-from regard.health.measure.gates import gate_sums, gates_of_heads
 from regard.health.measure.layer_reading import LayerReading
+from regard.health.measure.norms import gate_sums, gates_of_heads
 from regard.health.measure.side_stream import HostCopies, SideStream, record_event
 from regard.health.what_if import WhatIf
 

@@ -1,23 +1,19 @@
 """Token mixers that are not softmax attention: delta nets, state spaces, linear recurrences, short convolutions.
 
-A kind is one file here with `NAME`, `matches(module)`, `TAPS` and, if it has a decay, `read(module, taps)`, which turns
-what the tapped submodules saw into log decays and write gates. `Mixers` reads every such module in the forwards of an
-examination: the size of what it adds, how long it remembers, how often its gates are shut.
+`Mixers` reads every module of a known kind (`kinds.py`) in the forwards of an examination: the size of what it adds,
+how long it remembers, how often its gates are shut.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from regard.health.mixers.kinds import KINDS, Kind
 from regard.health.mixers.reading import MixerReading
 
 __all__ = ["MixerReading", "Mixers"]
@@ -27,21 +23,13 @@ OTHER = re.compile(
 )
 
 
-@cache
-def kinds() -> list[ModuleType]:
-    """The files of this folder that describe a kind."""
-    stems = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
-    found = [importlib.import_module(f"{__name__}.{stem}") for stem in stems]
-    return [module for module in found if hasattr(module, "matches")]
-
-
-def find_mixers(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, ModuleType | None]]:
+def find_mixers(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, Kind | None]]:
     """(name, module, its kind) of each mixer; None for one that is known by its class alone."""
-    found: list[tuple[str, nn.Module, ModuleType | None]] = []
+    found: list[tuple[str, nn.Module, Kind | None]] = []
     for name, module in modules:
         if any(name.startswith(f"{outer}.") for outer, _, _ in found):
             continue
-        kind = next((kind for kind in kinds() if kind.matches(module)), None)
+        kind = next((kind for kind in KINDS if kind.matches(module)), None)
         if kind is not None or OTHER.search(type(module).__name__):
             found.append((name, module, kind))
     return found
@@ -53,7 +41,7 @@ class Mixers:
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._found = find_mixers(modules)
         self.readings = [
-            MixerReading(name, type(module).__name__ if kind is None else kind.NAME)
+            MixerReading(name, type(module).__name__ if kind is None else kind.name)
             for name, module, kind in self._found
         ]
 
@@ -65,7 +53,7 @@ class Mixers:
             yield
 
 
-def _observe(stack: ExitStack, module: nn.Module, kind: ModuleType | None, reading: MixerReading) -> None:
+def _observe(stack: ExitStack, module: nn.Module, kind: Kind | None, reading: MixerReading) -> None:
     """Hooks a mixer and the submodules that its kind taps; a failure of ours ends its reading, never the forward."""
     taps: dict[str, Tensor] = {}
 
@@ -84,14 +72,14 @@ def _observe(stack: ExitStack, module: nn.Module, kind: ModuleType | None, readi
             x = args[0] if args else next(value for value in named.values() if isinstance(value, Tensor))
             y = output if isinstance(output, Tensor) else output[0]
             reading.add_sizes(x.detach(), y.detach())
-            if kind is not None and hasattr(kind, "read"):
+            if kind is not None and kind.read is not None:
                 reading.add_gates(*kind.read(module, taps))
         except Exception as error:
             reading.failure = f"{type(error).__name__}: {error}".split("\n")[0]
         finally:
             taps.clear()
 
-    for path in getattr(kind, "TAPS", ()):
+    for path in () if kind is None else kind.taps:
         name, _, side = path.partition(":")
         if (part := getattr(module, name, None)) is not None:
             stack.callback(part.register_forward_hook(keep(name, side == "input")).remove)

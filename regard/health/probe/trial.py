@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from regard.health.checks.finding import LAYERS, MODEL, Finding, Heads, Layers, fill_finding, places_in
 from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.measure.query_rows import pad_of
-from regard.health.probe.futures import Leak, change_later, find_leaks
+from regard.health.probe.differences import budget, largest_change, rounding_noise
 from regard.health.probe.losses import LossTasks
 from regard.health.probe.modes import checkpointing, implementation, training_without_dropout
-from regard.health.probe.plain import choose_longest, plain_text
 from regard.health.probe.probe import CapturedCall, Key, Probe, relative_change
-from regard.health.probe.rounding import budget, largest_change, rounding_noise
 from regard.health.probe.task import LossReading, Task, names_next_token, predicts_next_token
+from regard.health.probe.texts import Leak, change_later, choose_longest, find_leaks, plain_text
 from regard.health.tokens.text import TokenBatch, as_batch, as_token_batch
 
 SEQUENCES, LENGTH = 2, 128  # of the text on which the checks run

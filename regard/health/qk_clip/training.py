@@ -21,7 +21,7 @@ from regard.health.watching import callbacks
 from regard.health.watching.groups import find_groups
 from regard.health.watching.writers import make_writer
 from regard.nn.projections import NotFound
-from regard.parallel.torchrun import is_first_rank
+from regard.parallel.group import is_first_rank
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 UNDONE, GROWN, HELD = 0.5, 0.7, 0.8  # τ/m of clips undone, undone or outgrown by one step, and held

@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regard
-from regard._call.mask.dense import resolve_causal_bias
 from regard.health.capture.call import HIDES_ALWAYS, as_four_dims, is_vmapped, mask_as_four_dims
 from regard.health.capture.guard import guarded
 from regard.health.capture.interception import SDPA, as_written, put_sdpa, run_sdpa, uncaptured
 from regard.health.capture.interception import STATE as CAPTURES
+from regard.masks import resolve_causal_bias
 
 MOST_HEADS = 509
 FIRST = 3  # place of the first head

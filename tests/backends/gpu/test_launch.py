@@ -14,12 +14,12 @@ pytest.importorskip("triton")
 from attention_data import make
 
 import regard
+from regard import _facts as facts
 from regard import normalizers
 from regard._backends.gpu import launcher
 from regard._backends.gpu.attention import config, limits
 from regard._backends.gpu.attention import launch as attention
 from regard._call.problem import Forward, Gradients, Problem, Upstream
-from regard._facts import device as facts
 
 
 class Kernel:

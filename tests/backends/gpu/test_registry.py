@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from regard import normalizers
+from regard import _facts, normalizers
 from regard._backends.gpu.attention import limits, registry
 from regard._backends.gpu.attention.backward import cudnn, dkv, stored_ds
 from regard._backends.gpu.attention.backward.call import BackwardCall
@@ -20,7 +20,6 @@ from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._call.problem import Forward, Gradients, Problem
 from regard._core import dispatch
-from regard._facts import device
 
 LEAST = sparse.LEAST_KEYS["forward"]
 STATISTICS = "statistics of sigmoid (softmax and softmax1 only)"
@@ -30,7 +29,7 @@ OVERFLOW = "normaliser relu in float16, which may overflow"
 @pytest.fixture(autouse=True)
 def h200(monkeypatch):
     """An H200, whose fake tensors lie at address 0."""
-    device.clear()
+    _facts.clear()
     monkeypatch.setattr("triton.__version__", "3.6.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     properties = SimpleNamespace(shared_memory_per_block_optin=232448, multi_processor_count=132)
@@ -38,7 +37,7 @@ def h200(monkeypatch):
     monkeypatch.setattr(limits, "is_bulk_readable", lambda x: True)
     with FakeTensorMode():
         yield
-    device.clear()
+    _facts.clear()
 
 
 def call_of(name="softmax", m=4096, n=4096, d=128, e=None, dtype=torch.bfloat16, **options) -> Problem:

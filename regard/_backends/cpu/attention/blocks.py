@@ -20,7 +20,7 @@ from regard._backends.cpu.attention.score_rows import score_kernel
 from regard._backends.cpu.jit.compile import precision_of
 from regard._backends.cpu.tasks import run_here, run_tasks
 from regard._call.problem import Problem
-from regard._facts.remember import remember
+from regard._facts import remember
 
 SCORES = 1 << 19  # scores in a block, about: they stay in the cache, and Python's share is small
 ROWS, MIN_ROWS = 128, 8  # rows of a block: ROWS even at four times the scores, never fewer than MIN_ROWS

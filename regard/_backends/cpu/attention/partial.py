@@ -1,7 +1,7 @@
 """Attention over a part of the keys on the CPU: what `regard.parallel` computes on each rank before parts are merged.
 
 Blocks, products and row kernels are those of `launch.py`; `regard._call.problem` says what `Part` and `Whole` hold.
-Threshold maps and statistics need whole rows (`regard.parallel.schemes.gather`).
+Threshold maps and statistics need whole rows (`regard.parallel.gather`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from regard._backends.gpu.attention.forward import decode
 from regard._backends.gpu.attention.tiles import Config, Options, View
 from regard._call import philox
 from regard._call.problem import Problem
-from regard._facts.device import has_large_shared_memory, has_tensor_memory
+from regard._facts import has_large_shared_memory, has_tensor_memory
 
 # (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
 HALF = {

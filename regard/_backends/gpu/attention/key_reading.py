@@ -27,7 +27,7 @@ from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E
 from regard._backends.gpu.attention.visibility import NOWHERE
 from regard._backends.gpu.launcher import launch, on_device_of
 from regard._call.problem import Forward, Problem
-from regard._facts.device import sm_count
+from regard._facts import sm_count
 
 MOST = 32  # keys of a row that `find_top_keys` lists: at most the columns of a tile
 PROGRAMS = 4  # of `find_top_keys`, per SM

@@ -21,7 +21,7 @@ from regard._backends.gpu.attention.masks.dense import pack_mask
 from regard._backends.gpu.attention.tangent import compute_tangent
 from regard._backends.gpu.launcher import launch, on_device_of
 from regard._call.problem import Along, Forward, Gradients, Problem, Upstream, tensors_of
-from regard._facts.device import allowed_backends
+from regard._facts import allowed_backends
 
 BLOCK_ROWS = 128  # of the largest block
 

@@ -6,7 +6,7 @@ import torch
 
 from regard._call import problem
 from regard._call.problem import Problem
-from regard._facts.device import has_bulk_copies, supports_gluon
+from regard._facts import has_bulk_copies, supports_gluon
 
 GLUON_TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

@@ -1,7 +1,7 @@
 """Attention over a part of the keys by the GPU kernels, for `regard.parallel`, which merges the parts of all ranks.
 
 A part is a problem of its own once its window is expressed in its own positions. Threshold maps, statistics and dropout
-need whole rows (`regard.parallel.schemes.gather`).
+need whole rows (`regard.parallel.gather`).
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from regard._backends.gpu.losses import kernels
 from regard._backends.gpu.rows.launch import TOLERANCE
 from regard._backends.gpu.rows.plan import next_power_of_2
 from regard._backends.gpu.rows.solver import Solver
-from regard._facts.device import has_packed_maximum
-from regard._facts.dtypes import accumulator
+from regard._facts import accumulator, has_packed_maximum
 from regard.normalizers import Choice
 
 LANES, HELD, PIECES = 2048, 8, 4  # lanes of a row, lanes of a thread, loads of a lane that are in flight at once

@@ -20,8 +20,7 @@ from regard._backends.gpu import bundle, tape
 from regard._backends.gpu.launcher import launch, on_device_of
 from regard._backends.gpu.rows.plan import Cut, RowKernel, Rows, choose, next_power_of_2
 from regard._backends.gpu.rows.traits import probe_traits
-from regard._facts.device import sm_count
-from regard._facts.dtypes import accumulator
+from regard._facts import accumulator, sm_count
 from regard.normalizers import Choice
 
 SMALL = 2**24  # numbers: beyond that a kernel runs longer than the host takes to launch it

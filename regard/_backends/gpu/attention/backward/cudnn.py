@@ -16,7 +16,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._call.problem import MARKS, Forward, Gradients, Problem, Upstream
-from regard._facts.device import has_bulk_copies
+from regard._facts import has_bulk_copies
 
 WIDEST = 256  # head width
 # every option with words in refusals, so that a new one is refused until somebody allows it here

@@ -26,7 +26,7 @@ from regard._backends.gpu.attention.hopper.spans import find_spans, load_spans
 from regard._backends.gpu.attention.limits import can_bulk_copy, find_option
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._call.problem import Problem
-from regard._facts.device import has_large_shared_memory, sm_count
+from regard._facts import has_large_shared_memory, sm_count
 
 SCRATCH_BYTES = 2**30  # bytes of scratch
 QUERIES, KEYS = 128, 64  # blocks of scratch: multiples of the kernels' own

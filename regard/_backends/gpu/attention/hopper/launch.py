@@ -24,7 +24,7 @@ from regard._backends.gpu.attention.limits import (
 from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch
 from regard._call.problem import MARKS, Problem
-from regard._facts.device import sm_count
+from regard._facts import sm_count
 from regard.normalizers._language import speak
 
 if TYPE_CHECKING:

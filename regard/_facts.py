@@ -1,12 +1,20 @@
-"""Facts about a device that choose a kernel, its blocks or a dtype."""
+"""What torch, a tensor, a dtype or a device can do now: facts that every other module may ask for."""
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Hashable
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 DEFAULT_ORDER = [1, 2, 0, 3, 4]  # of torch's attention kernels: flash, efficient, math, cuDNN, a device's own
 
@@ -115,3 +123,91 @@ def clear() -> None:
     facts = is_hopper, has_bulk_copies, has_tensor_memory, has_packed_maximum, shared_memory, sm_count, triton_version
     for fact in facts:
         fact.cache_clear()
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and row states: float64 for float64, otherwise float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def reference_dtype(device: torch.device) -> torch.dtype:
+    """The dtype that the reference computes in: float64, or float32 on a device without it."""
+    return torch.float64 if supports_float64(device) else torch.float32
+
+
+def widen(x: Tensor) -> Tensor:
+    """`x` in the dtype of the reference."""
+    return x.to(reference_dtype(x.device))
+
+
+def readable(x: Tensor) -> bool:
+    """True if the values can be read without a device sync (CPU tensor; not fake, meta, traced or vmapped)."""
+    return x.device.type == "cpu" and not has_no_values(x)
+
+
+def has_no_values(x: Tensor) -> bool:
+    """True while tracing, and of vmapped, fake and meta tensors."""
+    return torch.compiler.is_compiling() or is_mapped(x) or x.is_meta or isinstance(x, FakeTensor) or _is_recorded()
+
+
+def _is_recorded() -> bool:
+    """True inside make_fx, which records operations on tensors that do have values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_mapped(x: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def is_plain_eager() -> bool:
+    """True if nothing records or rewrites calls: no compiler, mode, torch.func transform or forward-mode level."""
+    return not (
+        is_compiling()
+        or _get_tracing_state() is not None
+        or _len_torch_function_stack()
+        or _len_torch_dispatch_stack()
+        or peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """True if a tensor has a tangent, or torch.func wants its gradient: what the fused ops cannot carry."""
+    if torch.compiler.is_compiling():
+        return _is_within_transform()
+    given = [x for x in tensors if x is not None]
+    forward = torch.autograd.forward_ad
+    if forward._current_level >= 0 and any(forward.unpack_dual(x).tangent is not None for x in given):
+        return True
+    return any(is_mapped(x) or x.requires_grad for x in given) and _is_within_transform()
+
+
+def _is_within_transform() -> bool:
+    return any("Jvp" in kind or "Grad" in kind for kind in _active_transforms())
+
+
+# torch guards a graph by the transforms that it was made in. torch.compiler.assume_constant_result sets this mark too,
+# but imports all of torch._dynamo.
+_is_within_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_within_vmap() -> bool:
+    """True if one of the active torch.func transforms is vmap."""
+    return any("Vmap" in kind for kind in _active_transforms())
+
+
+def _active_transforms() -> list[str]:
+    return [str(level.key()) for level in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+def remember(cache: dict, key: Hashable, value: Any, most: int) -> Any:
+    """Keep `value`, and of all entries the latest `most`; returns the value.
+
+    >>> cache = {}
+    >>> [remember(cache, key, key, 2) for key in "abc"], list(cache)
+    (['a', 'b', 'c'], ['b', 'c'])
+    """
+    while len(cache) >= most and key not in cache:
+        cache.pop(next(iter(cache), None), None)  # another thread may have been faster
+    cache[key] = value
+    return value

@@ -1,1 +1,0 @@
-"""Communication schemes: which tensors travel between ranks, and which stay."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import forget_derived
+from regard.health.capture.forwards import as_written
 from regard.health.capture.guard import passing
-from regard.health.capture.interception import Interception, as_written, check_model
+from regard.health.capture.interception import Interception, check_model
 from regard.health.measure.batches import evaluation_mode, is_function, max_positions, run_batch
 from regard.health.measure.one_pass import name_model
 from regard.health.measure.query_rows import is_two_sided, padding_of

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from regard.health.capture.interception import as_written
+from regard.health.capture.forwards import as_written
 from regard.health.watching import callbacks
 from regard.health.watching.black_box import BlackBox
 from regard.health.watching.every_step import NO_STEP, ONLY_LOGITS, EveryStep

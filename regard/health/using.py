@@ -14,8 +14,9 @@ from regard._call.arguments import check_name
 from regard._call.options import check_softcap, is_real
 from regard._call.scores import resolve_scale
 from regard.health.capture.call import Call
+from regard.health.capture.forwards import find_caller, running_frame
 from regard.health.capture.guard import Refused
-from regard.health.capture.interception import Interception, check_model, find_caller, running_frame
+from regard.health.capture.interception import Interception, check_model
 from regard.health.watching.taps import has_compiled_parts
 from regard.health.what_if import WhatIf
 from regard.nn.validation import check_gates

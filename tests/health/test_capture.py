@@ -10,6 +10,7 @@ from torch import nn
 
 import regard
 from regard.health.capture import interception
+from regard.health.capture.sdpa_name import SDPA
 from regard.health.checks import SEVERITIES
 from regard.health.contract import run
 from regard.health.examine import examine
@@ -65,7 +66,7 @@ def test_the_model_is_left_as_it_was():
     assert not model[1].training
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert interception.ACTIVE == []
-    assert F.scaled_dot_product_attention is interception.SDPA
+    assert F.scaled_dot_product_attention is SDPA
 
 
 def test_an_error_midway_keeps_what_was_measured():

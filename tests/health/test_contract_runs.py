@@ -1,9 +1,11 @@
 """The same answer another way: each way to run a model is broken in one place, and found; the sound twin is silent."""
 
+import copy
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ pytest.importorskip("transformers")
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, T5Config, cache_utils, masking_utils
 from transformers import T5ForConditionalGeneration as T5
 
+import regard
 from regard.health import checks
-from regard.health.checks import NotApplicable
+from regard.health.checks import NotApplicable, library_differs
 from regard.health.examine import evaluation_mode
 from regard.health.probe import library
 from regard.health.probe.trial import Trial
@@ -344,3 +347,32 @@ def test_an_end_of_text_inside_a_row_is_noted():
     text[:, 20] = model.config.eos_token_id = 2
     found, _ = judge(model, dict(input_ids=text), ("RG215",))
     assert found["RG216"].severity == "note" and "2 of 2 rows" in found["RG216"].evidence
+
+
+def registered(weigh, module, query, key, value, attention_mask, scaling=None, **_):
+    groups = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (key, value))
+    p = weigh(scaling * query @ k.transpose(-1, -2) + attention_mask)
+    return (p @ v).transpose(1, 2).contiguous(), p
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_examine_checks_attention_that_a_user_registered(monkeypatch, is_sound):
+    """A sound function has the checks and no finding; one that is no softmax, in one layer, is blamed alone."""
+    monkeypatch.setattr(library_differs, "run_twin", Mock(side_effect=NotApplicable("it takes a second process")))
+    mine = partial(registered, (lambda s: s.softmax(-1)) if is_sound else lambda s: F.normalize(s.sigmoid(), 1, -1))
+    monkeypatch.setitem(AttentionInterface._global_mapping, "mine", mine)
+    known = masking_utils.AttentionMaskInterface._global_mapping
+    monkeypatch.setitem(known, "mine", known["eager"])
+    model = llama()
+    model.set_attn_implementation("mine" if is_sound else "eager")
+    layer = model.model.layers[1].self_attn
+    layer.config = copy.deepcopy(layer.config)
+    layer.config._attn_implementation = "mine"
+    report = regard.examine(model, [dict(input_ids=ids(), attention_mask=torch.ones(2, 40, dtype=torch.long))])
+    assert {"RG101", "RG201", "RG206", "RG420", "RG621"} <= set(report.checks.made)
+    blamed = {name for finding in report.findings for name, _ in finding.heads}
+    assert len(report.heads) == (8 if is_sound else 4) and blamed == (
+        set() if is_sound else {"model.layers.1.self_attn"}
+    )
+    assert [finding.code for finding in report.findings] == ([] if is_sound else ["RG420"])

@@ -10,7 +10,7 @@ from qk_clip_data import Self, logits, ours, step
 from torch import nn
 
 import regard
-from regard.health.capture import interception
+from regard.health.capture.sdpa_name import SDPA
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=50)
 LATENT = dict(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, n_routed_experts=2, n_group=1,
@@ -373,7 +373,7 @@ def test_compiled_training_is_clipped_without_a_graph_break(way):
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] <= 2
     clip.close()
     assert "regard_logits" not in model[1].inner.__dict__ and not model[1].inner._forward_hooks
-    assert nn.functional.scaled_dot_product_attention is interception.SDPA
+    assert nn.functional.scaled_dot_product_attention is SDPA
     torch._dynamo.reset()
 
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.attention.bias import CausalBias, causal_upper_left
 
 import regard
-from regard.health.capture import interception
-from regard.health.capture.interception import SDPA
+from regard.health.capture import sdpa_name
+from regard.health.capture.sdpa_name import SDPA
 
 
 class Fused(nn.Module):
@@ -71,5 +71,28 @@ def test_torchs_causal_biases_know_an_sdpa_that_was_imported_before(context):
         found.append(SDPA(q, q, q, attn_mask=own))
     found.append(SDPA(q, q, q, attn_mask=own))
     assert len(found) == 3 and all(type(o) is torch.Tensor and torch.allclose(o, expected) for o in found)
-    by_name = CausalBias.__dict__["__torch_function__"] is interception._BY_NAME[CausalBias]
+    by_name = CausalBias.__dict__["__torch_function__"] is sdpa_name._BY_NAME[CausalBias]
     assert F.scaled_dot_product_attention is before and by_name == (before is SDPA)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_monitor_that_ends_or_begins_within_a_captured_call_leaves_nothing(is_open):
+    """A policy runs while a capture has the name, in torch's multi-head attention: taps go beneath it, and away."""
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
+    other, first = Fused(), F.scaled_dot_product_attention  # torch's, unless a model of another test is observed
+    watches = [regard.Monitor(other, every=100)] if is_open else []
+
+    def policy(keys, rows):
+        if is_open:
+            watches.pop().close()
+        else:
+            watches.append(regard.Monitor(other, every=100))
+        return torch.ones(1)
+
+    with regard.using(model, temperature=policy):
+        model(x, x, x, need_weights=False)
+    assert len(watches) == (not is_open)
+    assert F.scaled_dot_product_attention is first if is_open else F.scaled_dot_product_attention is not SDPA
+    for watch in watches:
+        watch.close()
+    assert F.scaled_dot_product_attention is first

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from regard.health.capture.call import Call
+from regard.health.capture.forwards import running_module, without_mode
 from regard.health.capture.fused_call import MAX_DENSE, first_of
-from regard.health.capture.interception import interceptions_of, is_swapped, route_result, running_module, without_mode
+from regard.health.capture.interception import interceptions_of, is_swapped, route_result
 
 
 def capture_flex(original: Callable, given: dict[str, Any]) -> Any:

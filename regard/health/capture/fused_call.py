@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from regard._call.mask.documents import document_mask
 from regard.health.capture.call import Call, clean_mask, hide, merge_mask_and_bias
-from regard.health.capture.interception import interceptions_of, route_result, running_module, without_mode
+from regard.health.capture.forwards import running_module, without_mode
+from regard.health.capture.interception import interceptions_of, route_result
 
 MAX_DENSE = 2**30  # entries of a dense mask or bias
 MAX_PADDING = 4  # padded documents may take so many times the tokens, where a dense mask could be made

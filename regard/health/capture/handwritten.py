@@ -23,15 +23,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from regard.health.capture.call import HIDES_ALWAYS, HIDES_AMONG_ZEROS, Call
+from regard.health.capture.forwards import find_caller, running_module
 from regard.health.capture.guard import guarded, say
-from regard.health.capture.interception import (
-    find_caller,
-    interceptions_of,
-    is_swapped,
-    route,
-    route_result,
-    running_module,
-)
+from regard.health.capture.interception import interceptions_of, is_swapped, route, route_result
 
 PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 OPERANDS: dict[str, tuple[str, ...]] = {

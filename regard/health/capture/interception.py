@@ -12,64 +12,29 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import _pop_mode_temporarily
 
 from regard.health.capture.call import UNDER_VMAP, Call, forget_derived, in_torch_layout, is_vmapped
+from regard.health.capture.forwards import (
+    STATE,
+    Frame,
+    as_written,
+    close_scope,
+    close_scopes,
+    forward_token,
+    is_given_tokens,
+    open_scope,
+    running_module,
+    uncaptured,
+)
 from regard.health.capture.guard import Once, is_ours, say
 
-SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, whatever was put in its place under its name
 WITHOUT_ATTENTION = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.GELU, nn.ReLU)
-PLACES = (f"{torch.__path__[0]}/", __file__.rpartition("health")[0])  # files of torch and of regard
-NOTHING = contextlib.nullcontext()
 RECHECKED = 64  # one forward in so many is followed though none of its kind needed it
 SUFFIXES_WITHOUT_ATTENTION = ("Norm", "Embedding", "Activation", "Conv1D")  # of class names
-
-
-def run_sdpa(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs torch's own sdpa; its causal biases do that by its name alone, where something else may stand."""
-    if type(attn_mask).__name__ == "CausalBias":
-        return type(attn_mask)._dispatch(query, key, value, attn_mask, *args, **kwargs)
-    return SDPA(query, key, value, attn_mask, *args, **kwargs)
-
-
-def _know_sdpa(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-    """What `CausalBias` does with a call; it knows torch's sdpa by itself, not by what stands under its name."""
-    if func is SDPA:
-        return cls._dispatch(*args, **(kwargs or {}))  # type: ignore[attr-defined]
-    return _BY_NAME[cls].__func__(cls, func, types, args, kwargs)
-
-
-_BY_NAME: dict[type, Any] = {}  # torch's class of causal biases -> what it does with a call by itself
-_BY_ITSELF: Any = classmethod(_know_sdpa)
-
-
-def put_sdpa(function: Callable) -> None:
-    """Puts a function under the name of torch's sdpa.
-
-    Who has imported torch's own calls that one still. While another has the name, torch's causal biases would take it
-    for any function, and themselves for a tensor of numbers that they do not have. Their module is not imported here,
-    because it imports all of torch._dynamo, which takes longer than torch itself.
-    """
-    F.scaled_dot_product_attention = function
-    cls: Any = getattr(sys.modules.get("torch.nn.attention.bias"), "CausalBias", None)
-    if cls is None:
-        return
-    before, after = _BY_NAME.setdefault(cls, cls.__dict__["__torch_function__"]), _BY_ITSELF
-    if not str(getattr(function, "__module__", "")).startswith("regard."):
-        before, after = after, before
-    if cls.__dict__["__torch_function__"] is before:
-        cls.__torch_function__ = after
-
-
-def as_written(model: nn.Module) -> nn.Module:
-    """Returns the module that `torch.compile` was given, where `model` is what it returned."""
-    return getattr(model, "_orig_mod", model)
 
 
 def check_model(model: Any) -> None:
@@ -78,52 +43,6 @@ def check_model(model: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.DataParallel):
         raise ValueError("model is nn.DataParallel, which runs copies of it; use DistributedDataParallel")
-
-
-class Frame(NamedTuple):
-    """One forward of a module that runs: the module, a token of the whole forward, and what the module was given."""
-
-    module: nn.Module
-    token: Any
-    inputs: tuple = ()
-
-
-class ThreadState(threading.local):
-    """What one thread is running; each thread has its own."""
-
-    def __init__(self) -> None:
-        self.stack: list[Frame] = []  # modules whose forward runs
-        self.scopes: list[tuple[contextlib.AbstractContextManager, int, Any]] = []  # context, stack depth, owner
-        self.captures = 0  # `torch_calls` blocks that are open
-        self.busy = False  # inside a captured call: what it calls is not captured again
-        self.weights_depth: int | None = None  # of the stack where a forward was given output_attentions=True
-        self.sdpa_calls = 0  # of torch's own function, seen by a mode
-        self.light: list[nn.Module] = []  # whose forward runs without frames of its parts: see `torch_calls`
-        self.multi_head: dict | None = None  # passed by a multi-head call to the sdpa call inside it
-
-
-STATE = ThreadState()
-
-
-def open_scope(context: contextlib.AbstractContextManager, owner: Any = None) -> None:
-    """Enters a context in a forward pre-hook; `close_scope` leaves it in the forward hook."""
-    depth = len(STATE.stack)
-    context.__enter__()
-    STATE.scopes.append((context, depth, owner))
-
-
-def close_scope(context: contextlib.AbstractContextManager) -> None:
-    """Leaves a context if it is open, and all that were entered after it."""
-    at = next((at for at, scope in enumerate(STATE.scopes) if scope[0] is context), None)
-    while at is not None and len(STATE.scopes) > at:
-        STATE.scopes.pop()[0].__exit__(None, None, None)
-
-
-def close_scopes(owner: Any = None) -> None:
-    """Leaves the contexts of one owner that are open in this thread, or all of them."""
-    for context, _, opened_by in STATE.scopes[:]:
-        if owner is None or opened_by is owner:
-            close_scope(context)
 
 
 class Interception:
@@ -341,19 +260,6 @@ def _leave(module: nn.Module) -> None:
         close_scope(STATE.scopes[-1][0])
 
 
-def is_given_tokens(given: tuple) -> bool:
-    """True if the first tensor that a module is given holds integers: there a new forward begins.
-
-    >>> from regard.health.capture.interception import is_given_tokens
-    >>> is_given_tokens((torch.arange(4),)), is_given_tokens((torch.randn(4, 8), torch.arange(4)))
-    (True, False)
-    """
-    for x in given:
-        if isinstance(x, Tensor):
-            return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-    return False
-
-
 def interceptions_of(module: nn.Module | None) -> list[Interception]:
     """Returns the active interceptions that cover `module` in this thread.
 
@@ -447,44 +353,6 @@ def route_result(
     return (from_output(output), *rest[1:]) if isinstance(rest, tuple) else from_output(output)
 
 
-class uncaptured:
-    """Captures nothing of what the body calls in this thread."""
-
-    def __enter__(self) -> None:
-        self.mode = without_mode()
-        self.mode.__enter__()
-        self.before, STATE.busy = STATE.busy, True
-
-    def __exit__(self, *error: Any) -> None:
-        STATE.busy = self.before
-        self.mode.__exit__(*error)
-
-
-def without_mode() -> contextlib.AbstractContextManager:
-    """Pops our function mode where it is the innermost one: torch calls are cheaper without it."""
-    depth = torch._C._len_torch_function_stack()
-    is_ours = depth and getattr(torch._C._get_function_stack_at(depth - 1), "captures_attention", False)
-    return _pop_mode_temporarily() if is_ours else NOTHING
-
-
-def find_caller() -> tuple[FrameType, int]:
-    """Returns the innermost frame of code that is neither torch's nor regard's, and its distance from the caller."""
-    frame, distance = sys._getframe(1), 0
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PLACES):
-        frame, distance = frame.f_back, distance + 1
-    return frame, distance
-
-
-def running_module() -> nn.Module | None:
-    """Returns the innermost hooked module whose forward runs in this thread."""
-    return STATE.stack[-1][0] if STATE.stack else None
-
-
-def running_frame() -> Frame | None:
-    """Returns the innermost running forward in this thread."""
-    return STATE.stack[-1] if STATE.stack else None
-
-
 def report_gate(gates: Tensor) -> None:
     """Tells observers of the running module the σ(g) that it multiplies an output by, or may multiply it by."""
     module = running_module()
@@ -492,8 +360,3 @@ def report_gate(gates: Tensor) -> None:
         add = getattr(one.observe, "add_gate", None)
         if add is not None:
             add(one.names[id(module)], gates)
-
-
-def forward_token() -> Any:
-    """Returns an object that identifies the innermost running forward that was given tokens."""
-    return STATE.stack[-1][1] if STATE.stack else None

@@ -31,18 +31,11 @@ from regard.health.capture.call import (
     mask_as_four_dims,
     select_rows,
 )
+from regard.health.capture.forwards import STATE, running_module
 from regard.health.capture.guard import guarded
 from regard.health.capture.handwritten import ORDINARY, Follower
-from regard.health.capture.interception import (
-    SDPA,
-    STATE,
-    interceptions_of,
-    put_sdpa,
-    report_gate,
-    route,
-    run_sdpa,
-    running_module,
-)
+from regard.health.capture.interception import interceptions_of, report_gate, route
+from regard.health.capture.sdpa_name import SDPA, in_place_of_sdpa, is_torchs_or_ours, run_sdpa
 from regard.masks import resolve_causal_bias
 from regard.normalizers import Choice
 from regard.reference import joined_mask, score_of
@@ -210,29 +203,12 @@ def _patched_sdpa() -> Iterator[None]:
             return _capture_sdpa(*args, **{**kwargs, **STATE.multi_head}, function=function)
 
         capture.replaced = found  # type: ignore[attr-defined]
-        with _in_place_of_sdpa(capture):
+        with in_place_of_sdpa(capture):
             yield
 
 
 _PATCH_LOCK = threading.RLock()
 _OPAQUE: WeakSet[Any] = WeakSet()  # functions in the place of sdpa that were seen not to call torch's own
-
-
-def is_torchs_or_ours(function: Any) -> bool:
-    """True for torch's own sdpa, and for what a monitor taps it with."""
-    return function is SDPA or str(getattr(function, "__module__", "")).startswith("regard.")
-
-
-@contextlib.contextmanager
-def _in_place_of_sdpa(function: Callable) -> Iterator[None]:
-    """Puts a function under the name of torch's sdpa; restores what it found, unless another came meanwhile."""
-    found = F.scaled_dot_product_attention
-    put_sdpa(function)
-    try:
-        yield
-    finally:
-        if F.scaled_dot_product_attention is function:
-            put_sdpa(found)
 
 
 @contextlib.contextmanager
@@ -259,7 +235,7 @@ def capture_replaced_sdpa() -> Iterator[None]:
         return guarded(lambda run: route_it(run, *args, **kwargs), partial(found, *args, **kwargs))
 
     capture.replaced = found  # type: ignore[attr-defined]
-    with _in_place_of_sdpa(capture):
+    with in_place_of_sdpa(capture):
         yield
 
 

@@ -16,9 +16,11 @@ from transformers.modeling_utils import AttentionInterface
 from regard._call.mask.documents import documents_of_positions
 from regard.health.capture.call import Call, causal_rows, clean_mask, derive, merge_mask_and_bias, select_rows
 from regard.health.capture.flex_calls import mask_of_block
+from regard.health.capture.forwards import STATE
 from regard.health.capture.fused_call import FusedCall, capture_fused
 from regard.health.capture.guard import guarded
-from regard.health.capture.interception import SDPA, STATE, interceptions_of, is_swapped, route
+from regard.health.capture.interception import interceptions_of, is_swapped, route
+from regard.health.capture.sdpa_name import SDPA
 
 _ORIGINALS: dict[str, object] = {}
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, nullcontext
 import torch
 from torch import Tensor, nn
 
-from regard.health.capture.interception import uncaptured
+from regard.health.capture.forwards import uncaptured
 from regard.health.checks.gradients import LENGTH, MOST_WEIGHTS, SEQUENCES, requiring_grad
 from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.modes import checkpointing, preserved

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from regard.health.capture.interception import as_written, check_model
+from regard.health.capture.forwards import as_written
+from regard.health.capture.interception import check_model
 from regard.health.comparing.compared import Compared, chooses, compare_batch, rearranged, refine
 from regard.health.comparing.difference import beyond
 from regard.health.comparing.explain import explain_place

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import Call
-from regard.health.capture.interception import Interception, as_written
+from regard.health.capture.forwards import as_written
+from regard.health.capture.interception import Interception
 from regard.health.comparing.scores import Kept, perturb_scores
 from regard.health.measure.batches import evaluation_mode, is_function
 from regard.health.probe.modes import preserved, training_without_dropout

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.health.capture.interception import as_written, check_model
+from regard.health.capture.forwards import as_written
+from regard.health.capture.interception import check_model
 from regard.health.comparing.blocks import find_blocks, is_within
 from regard.health.comparing.causes.masks import describe_mask
 from regard.health.comparing.causes.queries import recover_call

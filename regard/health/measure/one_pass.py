@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from regard.health.capture.call import forget_derived
-from regard.health.capture.interception import Interception, as_written, check_model
+from regard.health.capture.forwards import as_written
+from regard.health.capture.interception import Interception, check_model
 from regard.health.measure.batches import (
     Modules,
     evaluation_mode,

@@ -15,7 +15,7 @@ from torch import Tensor
 import regard
 from regard._call.scores import resolve_scale
 from regard.health.capture.call import MAX_USES, Call, UseCounter, forget_derived, in_torch_layout
-from regard.health.capture.interception import forward_token, running_frame, uncaptured
+from regard.health.capture.forwards import forward_token, running_frame, uncaptured
 from regard.health.checks.eval_dropout import DROPS
 from regard.health.measure import norms, query_rows
 from regard.health.measure.designed_scale import have_equal_norms, is_designed

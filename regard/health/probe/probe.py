@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import Call, UseCounter, forget_derived
-from regard.health.capture.interception import Interception, forward_token
+from regard.health.capture.forwards import forward_token
+from regard.health.capture.interception import Interception
 from regard.health.checks.rule import NotApplicable
 from regard.health.tokens.text import TokenBatch
 

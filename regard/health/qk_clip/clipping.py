@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from regard._core.dtensor import is_dtensor
-from regard.health.capture.interception import as_written, check_model
+from regard.health.capture.forwards import as_written
+from regard.health.capture.interception import check_model
 from regard.health.qk_clip.max_logits import MaxLogits, weights_version
 from regard.health.watching.groups import TENSOR, Groups
 from regard.health.watching.sample import series_names

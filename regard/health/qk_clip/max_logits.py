@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from regard._core.attention import attention
 from regard.health.capture.call import UNDER_VMAP, Call
-from regard.health.capture.interception import as_written, find_caller
+from regard.health.capture.forwards import as_written, find_caller
 from regard.health.measure.side_stream import HostCopies
 from regard.health.watching.hooks import ForwardInterceptions
 from regard.health.watching.taps import STATE as TAPS

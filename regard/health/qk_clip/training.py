@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.capture.interception import find_caller
+from regard.health.capture.forwards import find_caller
 from regard.health.measure.side_stream import HostCopies
 from regard.health.qk_clip.clipping import Clipped, Masters, check_arguments, clip_observed
 from regard.health.qk_clip.max_logits import observe, stop

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard import reference
 from regard.health.capture.call import Call, UseCounter
-from regard.health.capture.interception import forward_token
+from regard.health.capture.forwards import forward_token
 from regard.health.measure import norms
 from regard.health.measure.query_rows import QueryRows, first_query_position
 from regard.health.tokens.kinds import KeySets, KindScores, find_delimiters

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.health.capture.interception import Interception, close_scope, open_scope
+from regard.health.capture.forwards import close_scope, open_scope
+from regard.health.capture.interception import Interception
 
 
 class Hook:

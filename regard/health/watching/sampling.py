@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.health.capture.interception import as_written
+from regard.health.capture.forwards import as_written
 from regard.health.measure.heads import SEES_NOTHING
 from regard.health.measure.recorder import Layer, merge_uses
 from regard.health.watching.black_box import BlackBox, find_tokens

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 import regard
 from regard.health.capture.call import HIDES_ALWAYS, as_four_dims, is_vmapped, mask_as_four_dims
+from regard.health.capture.forwards import STATE as CAPTURES
+from regard.health.capture.forwards import as_written, uncaptured
 from regard.health.capture.guard import guarded
-from regard.health.capture.interception import SDPA, as_written, put_sdpa, run_sdpa, uncaptured
-from regard.health.capture.interception import STATE as CAPTURES
+from regard.health.capture.sdpa_name import run_sdpa, take_sdpa, tap_sdpa
 from regard.masks import resolve_causal_bias
 
 MOST_HEADS = 509
@@ -305,10 +306,7 @@ def _update() -> None:
     """Replaces torch's function while a model is tapped."""
     STATE.whole = any(taps.whole for taps in _TAPPED)
     STATE.eagerly = any(taps.eagerly for taps in _TAPPED)
-    if _TAPPED and F.scaled_dot_product_attention is SDPA:
-        put_sdpa(_tapped_sdpa)
-    elif not _TAPPED and F.scaled_dot_product_attention is _tapped_sdpa:
-        put_sdpa(SDPA)
+    (tap_sdpa if _TAPPED else take_sdpa)(_tapped_sdpa)
     _allow_checkpoints()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from regard.health.capture.interception import find_caller
+from regard.health.capture.forwards import find_caller
 from regard.health.watching.black_box import BlackBox
 from regard.health.watching.incidents import Alarm, Incidents
 from regard.health.watching.ranks import Joined

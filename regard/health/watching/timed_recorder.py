@@ -14,7 +14,7 @@ from torch import Tensor
 import regard
 from regard._call.options import is_real
 from regard.health.capture.call import Call
-from regard.health.capture.interception import running_frame, uncaptured
+from regard.health.capture.forwards import running_frame, uncaptured
 from regard.health.checks.finding import LOGIT_LIMIT, HeadList, positional_heads
 from regard.health.measure.heads import heads_of
 from regard.health.measure.layer_reading import LayerReading

@@ -112,9 +112,10 @@ def clip_observed(
     modules, holders = dict(as_written(model).named_modules()), holders_of(model)
     result = Clipped(applied=not log_only)
     seen = observer.take(model, groups.same)
-    for name in [name for name in modules if name in seen]:  # one that was removed from the model is left out
-        largest, factors = seen[name], None
-        expected = largest if growth is None else growth(name, largest)
+    seen = {name: seen[name] for name in modules if name in seen}  # one that was removed from the model is left out
+    wanted = _find_factors({name: x if growth is None else growth(name, x) for name, x in seen.items()}, threshold)
+    for name, largest in seen.items():
+        factors = None
         try:
             owner, query, key, tensor_group = find_projections(modules, name, observer.shapes[name], names, groups)
             result.knows_a_layer = True
@@ -126,7 +127,7 @@ def clip_observed(
             if not (is_bounded or isinstance(reason, Frozen)):
                 result.unclipped.add(name)
         else:
-            factors = torch.where(expected.isfinite() & (expected > threshold), threshold / expected, 1.0)
+            factors = wanted[name]
             whole = factors if tensor_group is None else _join_heads(factors, tensor_group)
             for tensor in () if log_only else tensors:
                 tensor.shrink(whole)
@@ -138,6 +139,17 @@ def clip_observed(
             result.skipped[name], result.knows_a_layer = why, True
     observer.version, observer.is_clipped = weights_version(model), not log_only
     return result
+
+
+def _find_factors(expected: dict[str, Tensor], threshold: float) -> dict[str, Tensor]:
+    """Returns layer → τ/m of each head whose largest logit m is finite and passes τ, 1 of others; few operations."""
+    found: dict[str, Tensor] = {}
+    for device in {x.device for x in expected.values()}:
+        own = {name: x for name, x in expected.items() if x.device == device}
+        joined = torch.cat(list(own.values()))
+        factors = torch.where(joined.isfinite() & (joined > threshold), threshold / joined, 1.0)
+        found |= zip(own, factors.split([len(x) for x in own.values()]), strict=True)
+    return found
 
 
 def find_projections(

@@ -7,7 +7,7 @@ import numbers
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -165,14 +165,21 @@ class QKClip:
         Clipped in the last step, or in the one before it where the clip held since: an optimizer writes its copies back
         after the forward that has shown it to hold.
         """
-        found = [next(iter(last._found.values()))[0].new_ones(1)]
+        device = next(iter(last._found.values()))[0].device
+        found = [torch.ones(1, device=device)]
+
+        def join(parts: Iterable[Tensor]) -> Tensor:  # of all layers, for few operations each step
+            return torch.cat([part.to(device) for part in parts])
+
         for at, before in enumerate(reversed(self._before)):
-            for name, (largest, _) in last._found.items():
-                was, factors = before.get(name, (largest, None))
-                between = self._before[-1].get(name, (largest, None))[0] if at else torch.zeros_like(largest)
-                if factors is not None:
-                    is_back = (largest > 0.9 * was) & (factors < 1.0) & (between < self.threshold / HELD)
-                    found.append(torch.where(is_back, self.threshold / was, 1.0).amin()[None].to(found[0].device))
+            names = [name for name in last._found if before.get(name, (None, None))[1] is not None]
+            if names:
+                largest, was = join(last._found[name][0] for name in names), join(before[name][0] for name in names)
+                is_back = (largest > 0.9 * was) & (join(before[name][1] for name in names) < 1.0)  # type: ignore[misc]
+                if at:
+                    between = join(self._before[-1].get(name, last._found[name])[0] for name in names)
+                    is_back &= between < self.threshold / HELD
+                found.append(torch.where(is_back, self.threshold / was, 1.0).amin()[None])
         self._before.append(last._found)
         return torch.cat(found).amin()
 

@@ -84,6 +84,14 @@ def _note(
     heads, width = q.shape[1], q.shape[3]
     if heads > MOST_HEADS or not (q.numel() and k.numel()):
         return
+    v = None if v is None or not STATE.eagerly else as_four_dims(v)  # a monitor asks for its norms
+    factor = width**-0.5 if scale is None else scale
+    if q.is_cuda and seen.device == q.device:
+        from regard._backends.gpu.max_logits import can_note, note_largest
+
+        if can_note(q, k, mask, factor):
+            note_largest(q, k, v, causal, factor, 0 if whole else ROWS, seen)
+            return
     with torch.no_grad(), uncaptured():
         if whole:
             if mask is not None and mask.dtype != torch.bool:
@@ -97,8 +105,8 @@ def _note(
             raise ValueError(f"a tap found logits {tuple(largest.shape)} of {heads} heads")
         seen[0].fill_(heads)
         seen[1].fill_(width)
-        if v is not None and STATE.eagerly:  # a monitor asks for it
-            few = as_four_dims(v)[0, :, :: max(1, k.shape[2] // ROWS)]
+        if v is not None:
+            few = v[0, :, :: max(1, k.shape[2] // ROWS)]
             largest = torch.cat([few.float().norm(dim=-1).mean()[None], largest])
         held = seen[FIRST + heads - len(largest) : FIRST + heads]
         held.copy_(torch.maximum(held, largest.to(held.device)))

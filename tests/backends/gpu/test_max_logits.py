@@ -26,7 +26,7 @@ def expect(q, k, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("queries, keys", [(1, 1), (37, 37), (150, 90), (20, 200)])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (37, 37), (150, 90), (20, 200)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_rows_and_a_few(causal, queries, keys, dtype):
     torch.manual_seed(queries + keys)
@@ -61,8 +61,8 @@ def test_nan_stays_and_the_largest_of_two_calls_is_kept():
 def test_what_it_leaves_to_attention():
     q, k = torch.randn(1, 3, 4, 8), torch.randn(1, 1, 4, 8)
     assert max_logits.can_note(q, k, None, 1.0)
-    for q, k, mask, scale in (
+    for other_q, other_k, mask, scale in (
         (q, k, torch.ones(4, 4, dtype=torch.bool), 1.0), (q, k, None, -1.0), (q.double(), k.double(), None, 1.0),
         (q, k.bfloat16(), None, 1.0), (q, k.expand(1, 2, 4, 8), None, 1.0),
     ):  # fmt: skip
-        assert not max_logits.can_note(q, k, mask, scale)
+        assert not max_logits.can_note(other_q, other_k, mask, scale)

@@ -171,13 +171,14 @@ class LikeT5(scale_missing.NoScale):
     ("attention", "says"),
     [
         (Attention, None), (LikeT5, None),
-        (scale_missing.NoScale, "is 1: they are not divided"), (scale_reversed.Reversed, "is 1/d"),
+        (scale_missing.NoScale, "is 1: they are not divided"), (scale_reversed.Reversed, "is 1/d, as muP asks"),
         (scale_of_the_model_width.ModelWidth, "is 1/√width"),
     ],
 )  # fmt: skip
 def test_scales_of_another_formula(attention, says):
     found = run_check("scale_of_config", build(lambda: TinyGPT(attention)), make_text())
-    assert (codes(found) == ["RG421"] and says in found[0].evidence) if says else codes(found) == []
+    assert (found[0].code == "RG421" and says in found[0].evidence) if says else not codes(found)
+    assert codes(found) == ["RG421"] * (bool(says) and attention is not scale_reversed.Reversed)  # muP means 1/d
 
 
 class TwoRanks(Falling):

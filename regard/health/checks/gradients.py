@@ -161,7 +161,8 @@ def find_missing(trial: Trial, grads: dict[str, Tensor | None]) -> list:
     if not names:
         width = min(one.q.shape[-1] for one in trial.captured[1].values())
         blocks = {name: rows for name, grad in grads.items() if (rows := dead_block(grad, width)) is not None}
-        names = [name for name in blocks if not any(part in name for part in BY_DESIGN)]
+        tables = {f"{name}.weight" for name, one in trial.part.named_modules() if isinstance(one, nn.Embedding)}
+        names = [name for name in blocks if name not in tables and not any(part in name for part in BY_DESIGN)]
         if not names:
             return []
         first, last = blocks[names[0]]

@@ -4,7 +4,7 @@ from typing import Any
 
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
-from regard.health.probe.differences import explain_mode, largest_change
+from regard.health.probe.differences import explain_mode
 from regard.health.probe.modes import implementations_of
 from regard.health.probe.trial import Trial
 
@@ -41,7 +41,7 @@ def check(trial: Trial) -> list[Finding]:
     with trial.mode(name):
         calls = trial.probe.capture(trial.sample)[1]
     cause = explain_mode(trial.captured[1], calls, trial.rounding)
-    amount = largest_change(trial.captured[0], outputs[name])
+    amount = trial.change(trial.captured[0], outputs[name])
     agree = [one for one in outputs if one not in wrong]
     beside = f" {' and '.join(agree)} agree with {own!r}." if agree else ""
     return trial.find(

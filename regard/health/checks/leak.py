@@ -12,7 +12,6 @@ from torch import Tensor
 from regard.health.capture.call import Call
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
-from regard.health.probe.differences import largest_change
 from regard.health.probe.probe import Key, relative_change
 from regard.health.probe.texts import Leak, change_later, find_leaks
 from regard.health.probe.trial import Trial
@@ -88,8 +87,7 @@ def find_one_way(trial: Trial) -> list[Key]:
             output[:, :, : output.shape[2] // 2] = 0.0
         return output
 
-    changed = largest_change(trial.captured[0], trial.probe.run(trial.sample, forget))
-    return list(calls) if changed > trial.rounding else []
+    return list(calls) if trial.differs(trial.probe.run(trial.sample, forget)) else []
 
 
 def describe_cache(trial: Trial) -> str:

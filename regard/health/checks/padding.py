@@ -101,6 +101,16 @@ def check_given(trial: Trial) -> list[Finding]:
             "beside the captured attention reads the padding.",
             f"relative change > {LEAST:g}, with padding on the right alone",
         )  # fmt: skip
+    if "position_ids" in signature(trial.model.forward).parameters and "position_ids" not in one.named:
+        own = (~padding[row : row + 1]).long().cumsum(-1) - 1
+        placed = trial.probe.run(one.put("position_ids", own.clamp_min(0)))[:, kept]
+        if relative_change(placed, trial.probe.run(alone)) > 0.5 * amount:
+            return trial.find(
+                SEEN, "note" if is_library_code(trial.model) else "warning", [],
+                f"The same text without its padding gives outputs that differ by {amount:.2g} of their size, also with "
+                "position_ids that count from the text: something beside the captured attention reads the padding.",
+                f"relative change > {LEAST:g}, no padding key visible to a text query",
+            )  # fmt: skip
     return trial.find(
         MOVED, "warning", [],
         f"The same text without its padding gives outputs that differ by {amount:.2g} of their size, although no text "
@@ -225,10 +235,13 @@ def describe_made(
         return trial.find(SEEN, severity, visible[:1], text + told, threshold, **more)
     if "position_ids" not in batch.named:
         return []  # nothing can tell the model where the text begins, and no batch is padded on the left
+    twice = batch.put("position_ids", 2 * batch.named["position_ids"])
+    reads_positions = trial.differs_between(trial.probe.run(batch), twice)  # they were right, and are not the cause
+    rule = SEEN if reads_positions else MOVED
+    why = "something else reads it" if reads_positions else "it moves the text to other positions"
     return trial.find(
-        MOVED, "note" if is_own else "warning", [],
-        f"{text}, although no text query sees padding: it moves the text to other positions.", threshold,
-    )  # fmt: skip
+        rule, "note" if is_own else "warning", [], f"{text}, although no text query sees padding: {why}.", threshold
+    )
 
 
 def pads_left(trial: Trial) -> bool:

@@ -15,6 +15,7 @@ from regard._call.scores import resolve_scale
 from regard.health.capture.call import Call
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.measure.designed_scale import is_designed
 from regard.health.probe.probe import change_calls
 from regard.health.probe.task import MASKED, NEXT, Task
 from regard.health.probe.trial import Trial
@@ -141,13 +142,14 @@ def list_repairs(trial: Trial) -> list[Repair]:
     d, heads, groups = one.q.shape[-1], one.q.shape[1], one.k.shape[1]
     used = resolve_scale(one.call.options.get("scale"), d)
     ratio = 1.0 if isinstance(used, Tensor) else float(used) * d**0.5
-    repairs = [
+    is_meant = not 0.98 < ratio < 1.02 and is_designed(one.call.module, ratio * d**-0.5)  # T5 has no 1/√d
+    repairs = [] if is_meant else [
         Repair(
             SCALE, f"The logits look {d**0.5:.3g} times too small, as if 1/√d were applied twice.", scale_by(d**0.5)
         ),
         Repair(SCALE, f"The logits look {d**0.5:.3g} times too large, as if 1/√d were left out.", scale_by(d**-0.5)),
-    ]
-    if not 0.98 < ratio < 1.02:
+    ]  # fmt: skip
+    if not is_meant and not 0.98 < ratio < 1.02:
         text = f"The scale of the scores is {ratio:.3g}/√d, where 1/√d predicts better."
         repairs.append(Repair(SCALE, text, lambda call: call.with_options(scale=None)))
     if groups > 1:

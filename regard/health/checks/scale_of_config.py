@@ -25,6 +25,7 @@ BY_HAND = Rule(
     "1/√d is missing, multiplied for divided, or taken of the model's width.",
     "Divide the scores by √d of one head.", explains=("RG301", "RG302", "RG303", "RG306", "RG401", "RG402"),
 )  # fmt: skip
+MUP = "1/d, as muP asks; others divide by √d"
 LIBRARIES = ("transformers.", "torch.", "regard.", "diffusers.", "timm.", "x_transformers.", "flash_attn.")
 RULES = (
     Rule(
@@ -84,7 +85,7 @@ def check_by_hand(trial: Trial, inside: dict[Key, Inside]) -> list:
             continue  # a norm or another map lies between the projection and the call, or a configuration says more
         used = float(scale) * ratios[0][1] * ratios[1][1]  # type: ignore[index]
         names = {"√d": d**0.5, "1/√width of the model": (heads * d) ** -0.5}
-        names["1/d, which muP alone asks"] = 1 / d
+        names[MUP] = 1 / d
         if last_bias(one) is None:  # beside a relative bias T5 and its kin leave the scale at 1
             names["1: they are not divided by √d"] = 1.0
         name = next((name for name, known in names.items() if abs(used / known - 1) < OFF), None)
@@ -94,7 +95,8 @@ def check_by_hand(trial: Trial, inside: dict[Key, Inside]) -> list:
         return []
     (key, name), d = found[0], trial.captured[1][found[0][0]].q.shape[-1]
     text = f"The scale of the scores is {name} (d = {d}, {len(found)} layers, first {key[0] or 'the model itself'})."
-    return trial.find(BY_HAND, "warning", [key for key, _ in found], text, f"relative difference < {OFF:g}")
+    severity = "note" if found[0][1] == MUP else "warning"
+    return trial.find(BY_HAND, severity, [key for key, _ in found], text, f"relative difference < {OFF:g}")
 
 
 def configured_scale(config: LayerConfig, one: CapturedCall) -> tuple[str, float] | None:

@@ -12,6 +12,7 @@ from collections import Counter
 
 from regard.health.checks.finding import (
     LARGE_SCALE,
+    LOGIT_LIMIT,
     Finding,
     Head,
     Heads,
@@ -46,6 +47,7 @@ def find(heads: Heads) -> list[Finding]:
     low: list = []
     small_norms: list = []
     grown: list = []
+    sharp: list = []  # heads whose norms have grown, and whose logits are within what runs survive
     others = find_other_scales(heads)
     for members in group_by_layer(exclude_positional(heads)):
         if math.isnan(members[0].scale) and members[0].predicted_variance == members[0].predicted_variance:
@@ -57,7 +59,9 @@ def find(heads: Heads) -> list[Finding]:
             (high if least > LARGE else unsure).extend(above)
             continue
         limit = 1.0 if least > GROWN else GROWN_HEAD
-        grown += [(head, x) for head, x in numbers if x > limit and not head.predicted_variance <= limit]
+        largest = max(head.statistics.max("max_logit") for head in members)
+        large = [(head, x) for head, x in numbers if x > limit and not head.predicted_variance <= limit]
+        (grown if largest > LOGIT_LIMIT else sharp).extend(large)
         if most < SMALL:
             (low if scale < 1.0 / LARGE_SCALE else small_norms).extend(below)
     return [
@@ -97,13 +101,18 @@ def find(heads: Heads) -> list[Finding]:
         *make_finding(
             RULE, "warning", grown,
             f"The norms of queries and keys have grown: 1/√d is too large for them {SIZE}",
-            f"logit variance of a layer, measured and predicted, > {GROWN:g}, or of one head > {GROWN_HEAD:g}; the "
-            f"scale is below {LARGE_SCALE:g}/√d",
+            f"logit variance of a layer, measured and predicted, > {GROWN:g}, or of one head > {GROWN_HEAD:g}, and a "
+            f"logit > {LOGIT_LIMIT:g}; the scale is below {LARGE_SCALE:g}/√d",
             "Go back to a checkpoint from before the norms grew; train with warm-up, a lower rate and QK-norm from the "
             "start. On this model try what_if=['qk_norm'] or regard.qk_clip.",
             cause="The norms of queries and keys have grown, by a high learning rate or without a bound.",
             fix="Train with QK-norm, warm-up or a lower rate from a checkpoint before; regard.qk_clip bounds them now.",
             what_if=("qk_norm",),
+        ),
+        *make_finding(
+            RULE, "note", sharp, f"The norms of queries and keys have grown {SIZE}",
+            f"as above, and no logit > {LOGIT_LIMIT:g}",
+            "Trained heads that look at one key are so. Watch the largest logit while training goes on.",
         ),
     ]  # fmt: skip
 

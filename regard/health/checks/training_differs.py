@@ -5,7 +5,7 @@ from torch import Tensor
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.measure.batches import evaluation_mode
-from regard.health.probe.differences import explain_mode, largest_change
+from regard.health.probe.differences import explain_mode
 from regard.health.probe.library import is_library_code
 from regard.health.probe.trial import CHECKPOINTING, MODES, TRAINING, WEIGHTS, Trial
 
@@ -45,7 +45,7 @@ def check(trial: Trial) -> list[Finding]:
         except NotApplicable:
             continue  # the model has no such way
         reference = output if name == CHECKPOINTING else trial.captured[0]
-        if trial.differs(other) and largest_change(reference, other) > trial.rounding:
+        if trial.differs(other) and trial.change(reference, other) > trial.rounding:
             found += compare(trial, rule, name)
     return found
 
@@ -58,7 +58,7 @@ def differs_by_mode(trial: Trial, output: Tensor) -> bool:
     if output.shape != trial.captured[0].shape and is_library_code(trial.model):
         raise NotApplicable("the library's class returns another shape in training")
     with trial.mode(TRAINING), evaluation_mode(list(trial.model.named_modules())):
-        return largest_change(output, trial.probe.run(trial.sample)) > trial.rounding
+        return trial.change(output, trial.probe.run(trial.sample)) > trial.rounding
 
 
 def compare(trial: Trial, rule: Rule, name: str) -> list[Finding]:
@@ -66,7 +66,7 @@ def compare(trial: Trial, rule: Rule, name: str) -> list[Finding]:
     with trial.mode(name):
         calls = trial.probe.capture(trial.sample)[1]
     cause = explain_mode(trial.captured[1], calls, trial.rounding)
-    amount = largest_change(trial.captured[0], trial.output_in(name))
+    amount = trial.change(trial.captured[0], trial.output_in(name))
     is_known = name == WEIGHTS and is_library_code(trial.model)  # its users ask for weights to look at them
     return trial.find(
         rule, "note" if is_known else "critical", [cause.key] if cause else [],

@@ -75,9 +75,9 @@ def _explains(one: Finding, symptom: Finding) -> bool:
 
 def _covers(one: Finding, symptom: Finding, found: Sequence[Finding]) -> bool:
     """True if the symptom's layers are all among those of the cause, which may be several findings of one code."""
-    if one.scope == MODEL:
+    if MODEL in (one.scope, symptom.scope):  # what no layer is named for, any layer explains
         return True
     own = {index for other in found if other.code == one.code for index in other.indices}
     if not own or not symptom.indices:  # layers that could not be measured have no heads
         return one.layer is not None and one.layer == symptom.layer
-    return symptom.scope == MODEL or set(symptom.indices) <= own  # what no layer is named for, any layer explains
+    return set(symptom.indices) <= own

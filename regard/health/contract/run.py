@@ -111,7 +111,9 @@ def run_checks(
                 findings = _check(module, trial, result, findings, chosen)
             number = len(wanted)
             for rule, why in dict.fromkeys(trial.skipped):
-                result.skip((rule,), why)
+                is_raised = isinstance(why, Exception) and not isinstance(why, NotApplicable)
+                reason = describe_raised(why) if is_raised else str(why)
+                result.skip((rule,), reason, is_absent=isinstance(why, NothingToCheck))
             if progress is not None and ablation_seconds > 0.0:
                 progress("trying changes, and the loss without each head", number, number)
             try:

@@ -46,9 +46,9 @@ def is_designed(module: nn.Module, scale: float) -> bool:
         if isinstance(value, (int, float)) and value > 0:
             meant = float(value) if name == NAMED[0] else float(value) ** -0.5
             return abs(scale / meant - 1) < SAME
-    if not type(module).__module__.startswith("transformers.") or abs(scale - 1) > SAME:
+    kind: Any = next((one for one in type(module).__mro__ if one.__module__.startswith("transformers.")), None)
+    if kind is None or abs(scale - 1) > SAME:
         return False
-    kind: Any = type(module)
     return hasattr(module, BUCKETS) or hasattr(module, "relative_attention_bias") or _sets_one(kind)
 
 

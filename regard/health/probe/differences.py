@@ -66,13 +66,19 @@ def row_changes(a: Tensor, b: Tensor) -> Tensor:
     return change.where(finite | (a == b).all(-1), torch.inf).where(~(a == b).all(-1), 0.0)
 
 
-def largest_change(a: Tensor, b: Tensor) -> float:
-    """The largest of `row_changes`, 0 for no rows; inf for other shapes. Of [B, C] every row is one."""
+def largest_change(a: Tensor, b: Tensor, text: Tensor | None = None) -> float:
+    """The largest of `row_changes`, 0 for no rows; inf for other shapes. Of [B, C] every row is one.
+
+    Rows where `text` [B, N] is False, which are padding, do not count.
+    """
     if a.shape != b.shape:
         return float("inf")
     if a.ndim < 3:
         a, b = (x[:, None] if x.ndim == 2 else x.reshape(1, 1, -1) for x in (a, b))
-    return float(row_changes(a, b).max()) if a.shape[0] and a.shape[1] else 0.0
+    changes = row_changes(a, b)
+    if text is not None and text.shape == changes.shape:
+        changes = changes.masked_fill(~text.cpu(), 0.0)
+    return float(changes.max()) if changes.numel() else 0.0
 
 
 def alone_in_batch(output: Tensor, alone: Tensor, row: int) -> tuple[Tensor, Tensor]:
@@ -204,6 +210,9 @@ def _explain_call(
     if _differ(one.v[:, :, seen_full], other.v[:, :, seen_step], budget):
         return STORED, "the values of the cache differ from those of one forward"
     if _differ(one.output[:, :, rows], other.output, budget):
+        bias, step_bias = _bias_of(one, end - 1)[:, seen_full], _bias_of(other, -1)[:, seen_step]
+        if _differ(bias, step_bias, budget):
+            return POSITIONS, "the bias on the scores of the last query is another one: it stands at another position"
         return (
             KERNEL,
             "q, k, v and the visible keys agree, the output does not: scale, soft cap, sinks or bias differ",
@@ -221,6 +230,14 @@ def _visible_keys(one: CapturedCall, row: int) -> Tensor:
     """Indices of the keys that a query of the first sequence's first head sees."""
     shape = *one.q.shape[:3], one.k.shape[2]
     return one.visible.expand(shape)[0, 0, row].nonzero().flatten()
+
+
+def _bias_of(one: CapturedCall, row: int) -> Tensor:
+    """What is added to a query's scores in the first sequence [H, N]; zeros where nothing is."""
+    mask, shape = one.call.mask, (*one.q.shape[:3], one.k.shape[2])
+    if mask is None or mask.dtype == torch.bool:
+        return one.q.new_zeros(shape[1], shape[3])
+    return mask.expand(shape)[0, :, row]
 
 
 def _differ(a: Tensor, b: Tensor, budget: float) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from regard.health.checks.rule import NotApplicable
 from regard.health.probe.differences import row_changes
+from regard.health.probe.labels import IGNORED
 from regard.health.probe.probe import CapturedCall, Key
 from regard.health.tokens.text import TokenBatch, exchange_tokens
 
@@ -172,7 +173,7 @@ class Leak:
 
     place: str  # of the tokens that were changed
     cut: int
-    amount: float  # largest relative change of an output row before `cut`
+    amount: float  # largest relative change of an output row of text before `cut`
     first: int  # the first row that has half of this change
 
     def __str__(self) -> str:
@@ -186,14 +187,31 @@ def change_later(batch: TokenBatch, cut: int) -> TokenBatch:
     return batch.with_targets(exchange_tokens(ids, later))
 
 
+def rows_that_count(batch: TokenBatch) -> Tensor:
+    """True at the places [B, N] of text; if some tokens have labels, only where one is predicted.
+
+    A prefix without labels may see itself both ways.
+    """
+    targets, labels = batch.targets, batch.labels
+    text = batch.text_mask(None) if targets.ndim == 2 else targets.new_ones(targets.shape[:2], dtype=torch.bool)
+    if labels is None or labels.shape != text.shape or labels.is_floating_point():
+        return text
+    told = labels != IGNORED
+    told = text & (told | torch.nn.functional.pad(told[:, 1:], (0, 1)))
+    return told if bool(told.any()) else text
+
+
 def find_leaks(run: Callable[[TokenBatch], Tensor], batch: TokenBatch, before: Tensor | None = None) -> list[Leak]:
-    """One `Leak` for each of `PLACES`; `run` returns the outputs [B, N, …] of a batch, `before` those of this one."""
+    """One `Leak` for each of `PLACES` with rows before it that count; `run` returns the outputs [B, N, …] of a batch, `before` those of this one."""
     before = run(batch) if before is None else before
-    length = batch.targets.shape[1]
+    length, counts = batch.targets.shape[1], rows_that_count(batch).cpu()
     found = []
     for place, share in PLACES.items():
         cut = min(max(1, int(share * length)), length - 1)
-        change = row_changes(before[:, :cut], run(change_later(batch, cut))[:, :cut]).amax(0)  # [cut]
+        if not bool(counts[:, :cut].any()):
+            continue
+        changes = row_changes(before[:, :cut], run(change_later(batch, cut))[:, :cut])
+        change = changes.masked_fill(~counts[:, :cut], 0.0).amax(0)  # [cut]
         amount = float(change.max())
         found.append(Leak(place, cut, amount, int((change >= amount / 2).nonzero()[0])))
     return found

@@ -20,6 +20,7 @@ from regard.health.probe.modes import checkpointing, implementation, training_wi
 from regard.health.probe.probe import CapturedCall, Key, Probe, relative_change
 from regard.health.probe.task import LossReading, Task, names_next_token, predicts_next_token
 from regard.health.probe.texts import Leak, change_later, choose_longest, find_leaks, plain_text
+from regard.health.tokens.forms import DECODERS
 from regard.health.tokens.text import TokenBatch, as_batch, as_token_batch
 
 SEQUENCES, LENGTH = 2, 128  # of the text on which the checks run
@@ -47,7 +48,7 @@ class Trial:
         self.model, self.layers, self.heads, self.loss = model, layers, heads, loss
         self.part = model if part is None else part  # whose modules the layers' names are of
         self.pad, self.tokenizer = pad_of(model), tokenizer
-        self.skipped: list[tuple[Rule, str]] = []  # parts of a check that were not made, and why
+        self.skipped: list[tuple[Rule, Any]] = []  # (part of a check, text or error why it was not made)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._causal, self.may_see_later = causal, causal is False  # as the user says
         self.given = batches
@@ -141,7 +142,7 @@ class Trial:
         output = self.captured[0]
         with rounding_noise(self.model):
             shaken = self.probe.run(self.sample)
-        return budget(largest_change(output, shaken), output.dtype)
+        return budget(self.change(output, shaken), output.dtype)
 
     @cached_property
     def leaks(self) -> list[Leak]:
@@ -183,7 +184,7 @@ class Trial:
             try:
                 with self.mode(name):
                     output = self.probe.run(self.sample)
-                    if self.differs(output) and largest_change(output, self.probe.run(self.sample)) > self.rounding:
+                    if self.differs(output) and self.change(output, self.probe.run(self.sample)) > self.rounding:
                         raise NotApplicable(f"two equal forwards differ {MODES.get(name, name)}")
                 self._outputs[name] = output
             except NotApplicable as reason:
@@ -196,9 +197,19 @@ class Trial:
             raise known
         return known
 
+    @cached_property
+    def text_rows(self) -> Tensor | None:
+        """True at the places [B, N] of `sample` that are text, False at padding; None without padding."""
+        shown = self.sample.text_mask(self.pad) if self.batches else None
+        return None if shown is None or bool(shown.all()) or not bool(shown.any()) else shown
+
+    def change(self, output: Tensor, other: Tensor) -> float:
+        """The largest relative change between the rows of text of two outputs for `sample`."""
+        return largest_change(output, other, self.text_rows)
+
     def differs(self, output: Tensor) -> bool:
-        """True if rounding does not explain what is between an output for `tokens` and the model's own."""
-        return largest_change(self.captured[0], output) > self.rounding
+        """True if rounding does not explain what is between an output for `sample` and the model's own."""
+        return self.change(self.captured[0], output) > self.rounding
 
     def differs_between(self, output: Tensor, batch: TokenBatch) -> bool:
         """True if rounding does not explain what is between an output and that of another batch."""
@@ -270,6 +281,8 @@ class Trial:
         if self._causal is not None:
             return "causal=True" if self._causal else None
         named = names_next_token(self.model)
+        if self._lacks_decoder:
+            return None  # the library makes the decoder's tokens of the encoder's, which all see one another
         if named is not None:
             return f"{type(self.model).__name__} predicts the next token" if named else None
         if any(predicts_next_token(batch) for batch in self.batches):
@@ -283,9 +296,16 @@ class Trial:
         return None
 
     @property
+    def _lacks_decoder(self) -> bool:
+        """True for an encoder-decoder whose batches hold no tokens of a decoder."""
+        config = getattr(self.model, "config", None)
+        has_decoder = any(one.has_decoder or one.key in DECODERS for one in self.batches)
+        return bool(getattr(config, "is_encoder_decoder", False)) and not has_decoder
+
+    @property
     def why_inconsistent(self) -> str | None:
         """Why a model of which nothing else is known hides later tokens: it does in a part of the text."""
-        if self._causal is False or names_next_token(self.model) is False:
+        if self._causal is False or names_next_token(self.model) is False or self._lacks_decoder:
             return None
         text = self.sample.text_mask(self.pad) if self.batches else None
         if text is not None and not bool(text[:, -1].any()):

@@ -85,6 +85,19 @@ def form_of_parts(parts: Sequence[Any], model: nn.Module | None = None) -> Form:
     return Form(0, None if is_optional or not names else 1)
 
 
+def decoder_ids_of(model: nn.Module | None, named: Mapping[str, Any]) -> dict[str, Tensor]:
+    """{"decoder_input_ids": …} as an encoder-decoder of transformers makes them of its labels; else {}.
+
+    They change nothing of its outputs, and let each side be changed alone.
+    """
+    labels, config = named.get("labels"), getattr(model, "config", None)
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None) or getattr(model, "_shift_right", None)
+    is_given = any(named.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    if is_given or not is_ids(labels) or make is None or not getattr(config, "is_encoder_decoder", False):
+        return {}
+    return {"decoder_input_ids": make(labels)} if _takes_name(model, "decoder_input_ids") else {}
+
+
 def _parameters(model: nn.Module | None) -> tuple[list[inspect.Parameter], int]:
     """(forward's positional parameters, how many arguments it takes by position)."""
     if model is None:

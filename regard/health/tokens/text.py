@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.tokens.forms import Form, form_of_mapping, form_of_parts, is_ids
+from regard.health.tokens.forms import Form, decoder_ids_of, form_of_mapping, form_of_parts, is_ids
 
 SPACES = {"Ġ": "␣", "▁": "␣", "Ċ": "⏎", "\n": "⏎", " ": "␣", "\t": "⇥"}  # as tokens are written
 IDS = {"input_ids": "encoder", "decoder_input_ids": "decoder"}
@@ -240,6 +240,7 @@ def as_batch(batch: Any, device: torch.device, model: nn.Module | None = None) -
 
     if isinstance(batch, Mapping):
         named = {str(name): move(x) for name, x in batch.items()}
+        named |= decoder_ids_of(model, named)
         form = form_of_mapping(named, model)
         labels = named.pop(str(form.labels)) if form.apart else named.get(str(form.labels))
         return TokenBatch((), named, form.ids, batch, form.decoder, labels)

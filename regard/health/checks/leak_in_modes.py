@@ -6,6 +6,7 @@ behind a cache and a registered function each build their mask, or lose it. The 
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -88,7 +89,7 @@ def with_cache(trial: Trial, rule: Rule) -> list[Finding]:
     text = trial.text
     half = text.targets.shape[1] // 2
     for decoder in find_decoders(trial.probe, text):
-        leaks = find_leaks(lambda batch, decoder=decoder: run_behind(trial, decoder, batch, half), text)[1:]
+        leaks = find_leaks(partial(run_behind, trial, decoder, half), text)[1:]
         worst = max(leaks, key=lambda leak: leak.amount)
         if worst.amount > trial.rounding:
             return trial.find(
@@ -98,7 +99,7 @@ def with_cache(trial: Trial, rule: Rule) -> list[Finding]:
     return []
 
 
-def run_behind(trial: Trial, decoder: Decoder, batch: TokenBatch, half: int) -> torch.Tensor:
+def run_behind(trial: Trial, decoder: Decoder, half: int, batch: TokenBatch) -> torch.Tensor:
     """The outputs of the first tokens, and of the others behind a cache of them."""
     chunks = list(decoder.steps(trial.probe, batch.targets, (half, batch.targets.shape[1])))
     if is_recurrent(chunks[0][3]):

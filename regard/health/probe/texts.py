@@ -202,7 +202,10 @@ def rows_that_count(batch: TokenBatch) -> Tensor:
 
 
 def find_leaks(run: Callable[[TokenBatch], Tensor], batch: TokenBatch, before: Tensor | None = None) -> list[Leak]:
-    """One `Leak` for each of `PLACES` with rows before it that count; `run` returns the outputs [B, N, …] of a batch, `before` those of this one."""
+    """One `Leak` for each of `PLACES` with rows before it that count.
+
+    `run` returns the outputs [B, N, …] of a batch, `before` those of this one.
+    """
     before = run(batch) if before is None else before
     length, counts = batch.targets.shape[1], rows_that_count(batch).cpu()
     found = []

@@ -170,7 +170,8 @@ def compile_call(call: Call) -> tuple[set[str], list[str]]:
         q, k, v = (draw(b, y, x, call.width, dtype=call.dtype) for x, y in ((m, h), (n, groups), (n, groups)))
         if call.option == "unaligned":
             q, k, v = (x[..., 1:] for x in (q, k, v))
-        options = {"normalizer": call.normalizer, "return_stats": call.stats}
+        read = ("received", "top_keys(8)") if call.direction == "keys" else call.stats
+        options = {"normalizer": call.normalizer, "return_stats": read}
         try:
             options |= OPTIONS[call.option](b, h, m, n)
             regard.attention(q, k, v, **options, backend="triton")

@@ -108,7 +108,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Call(NamedTuple):
-    """A call of `regard.attention`, and how it is differentiated."""
+    """A call of `regard.attention`, and how it is differentiated; "keys": what keys get is read after it."""
 
     normalizer: str
     option: str
@@ -151,6 +151,7 @@ def make_calls() -> list[Call]:
         (MAIN, ("plain", "lengths", "head-temperature"), (BF16,), (64,), ("decode",), (bare, measured)),
         (("softmax", "softmax1"), FEW, (BF16,), (64,), n, ((True, "backward"),)),
         (MAIN, masked, (BF16,), (64,), n, ((False, "tangent"),)),
+        (("softmax", "entmax15"), ("causal", "documents", "mask"), (BF16,), (64, 128), n, ((False, "keys"),)),
     ]
     calls = (Call(*call, *kind) for part in parts for *call, kind in itertools.product(*part))
     return list(dict.fromkeys(call for call in calls if call.is_valid))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,12 @@ from torch import Tensor
 from regard import reference
 from regard._call.arguments import AttentionOptions
 from regard._call.problem import Forward, Problem
-from regard._core import dtensor
+from regard._core import dtensor, plans
 from regard._core.dispatch import has_transform, why_not_fused
 from regard._core.execute import apply_policy, execute, finish
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.prepare import PreparedCall, prepare
-from regard._facts import is_within_vmap
+from regard._facts import is_plain_eager, is_within_vmap
 from regard.statistics import Statistics
 
 NAMES = re.compile(r"received|top_keys\((\d+)\)")
@@ -71,6 +72,12 @@ def attend_with_keys(
         raise ValueError("received, top_keys and return_weights are not read inside torch.compile or of DTensors")
     if options.dropout_p:
         raise ValueError("received, top_keys and return_weights need dropout_p=0: weights are read before dropout")
+    has_plan = return_weights is options.gate is None and is_plain_eager()
+    key = plans.call_key(q, k, v, options) if has_plan else None
+    if torch.is_grad_enabled() and key is not None and (q.requires_grad or k.requires_grad or v.requires_grad):
+        key = None
+    if key is not None and key in plans.plans:
+        return plans.plans[key](q, k, v)  # type: ignore[return-value]
     reading = split_reading(options.return_stats, return_weights, q.shape[-2])
     call = apply_policy(prepare(q, k, v, options._replace(return_stats=reading.others)))
     if has_transform(call.problem) or is_within_vmap():
@@ -78,6 +85,11 @@ def attend_with_keys(
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.inputs)
     forward = None
     if is_fused(call, reading):
+        if key is not None and plans.takes_plain_tensors(call):
+            problem = replace(call.problem.without_tensors(), kind=object(), interval=call.problem.interval)
+            plan = partial(run_fused, problem, plans.after_tensors(problem), reading, call.wanted)
+            plans.keep_plan(key, plan, call)
+            return plan(q, k, v)
         with torch.no_grad():
             forward = backend_module(ATTENTION, "triton").forward(call.problem)
     if forward is None or learns:
@@ -85,8 +97,20 @@ def attend_with_keys(
     else:
         out, stats = finish(call, forward.o, forward.stats, call.problem.stats)
     with torch.no_grad():
-        fill(stats, call, reading, forward)
+        fill(stats, call.problem, call.lead, reading, forward)
     return out, stats
+
+
+def run_fused(
+    options: Problem, rest: tuple, reading: Reading, wanted: tuple[str, ...] | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Statistics]:
+    """A call without gradients by the GPU's kernels."""
+    problem = Problem(q, k, v, *rest)
+    with torch.no_grad():
+        forward = backend_module(ATTENTION, "triton").forward(problem)
+        stats = Statistics.of_stacked(forward.stats, options.stats, wanted, options.choice) if wanted else Statistics()
+        fill(stats, problem, q.shape[:2], reading, forward)
+    return forward.o, stats
 
 
 def split_reading(wanted: Any, return_weights: Any, queries: int) -> Reading:
@@ -131,11 +155,11 @@ def is_fused(call: PreparedCall, reading: Reading) -> bool:
     return why_not_fused(call.problem, True) is None and reading.most <= kernels.MOST and call.problem.q.numel() > 0
 
 
-def fill(stats: Statistics, call: PreparedCall, reading: Reading, forward: Forward | None) -> None:
-    """Add what is asked for to the statistics."""
-    problem, lead = replace(call.problem, stats=()), call.lead
+def fill(stats: Statistics, problem: Problem, lead: tuple[int, ...], reading: Reading, forward: Forward | None) -> None:
+    """Add what is asked for to the statistics; lead: the leading dims of the output."""
     if forward is not None:
-        received, top = read_fused(problem, forward, reading)
+        kernels = backend_module(ATTENTION, "triton")
+        received, *top = kernels.read_keys(problem, forward, reading.received, reading.most)
     else:
         received, top = read_dense(problem, reading)
     if reading.received:
@@ -160,17 +184,6 @@ def find_runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
         if at == len(rows) or rows[at] != rows[at - 1] + 1:
             yield rows[first], rows[at - 1] + 1
             first = at
-
-
-def read_fused(problem: Problem, forward: Forward, reading: Reading) -> tuple[Any, Any]:
-    """(received, top keys) by the GPU's kernels."""
-    from regard._backends.gpu.attention import key_reading as kernels
-
-    received = kernels.sum_over_queries(problem, forward) if reading.received else None
-    if not reading.most:
-        return received, None
-    index, weight = kernels.list_top_keys(problem, forward, reading.most)
-    return received, TopKeys(index.long(), weight)
 
 
 def read_dense(problem: Problem, reading: Reading) -> tuple[Any, Any]:

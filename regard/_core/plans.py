@@ -74,10 +74,7 @@ def keep_plan(key: Hashable, plan: Plan, call: PreparedCall) -> None:
 def make_plan(call: PreparedCall) -> Plan | None:
     """The plan of a call whose tensors are used as they came; None where something would have to be done to them."""
     problem = call.problem
-    others = call.policy, call.row_shift, *(getattr(problem, name) for name in TENSORS[3:] if name != "interval")
-    if not call.is_as_given or any(x is not None for x in others) or problem.dropout_p:
-        return None
-    if not (problem.q.numel() and problem.v.numel()):
+    if not takes_plain_tensors(call):
         return None
     if call.path.backend == "torch":
         cut = problem.causal and problem.k.shape[2] > problem.q.shape[2]
@@ -87,6 +84,15 @@ def make_plan(call: PreparedCall) -> Plan | None:
         options = replace(problem.without_tensors(), kind=object(), interval=problem.interval)
         return partial(_run_fused, options, after_tensors(options), module, call.wanted)
     return None
+
+
+def takes_plain_tensors(call: PreparedCall) -> bool:
+    """True if q, k and v are used as they came, none is empty, and no other tensor is read."""
+    problem = call.problem
+    others = call.policy, call.row_shift, *(getattr(problem, name) for name in TENSORS[3:] if name != "interval")
+    if not call.is_as_given or any(x is not None for x in others) or problem.dropout_p:
+        return False
+    return problem.q.numel() > 0 and problem.v.numel() > 0
 
 
 def plan_duals(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Duals, Hashable] | None:

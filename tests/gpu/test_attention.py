@@ -41,6 +41,22 @@ def test_model_shapes(name, d, causal):
     check(make(1, name, b=1, m=600, n=600, d=d, e=d, dtype=torch.bfloat16, device="cuda", causal=causal), slack=2.0)
 
 
+@pytest.mark.parametrize(("name", "options"), [
+    ("softmax", dict(m=1500, n=1500, d=256, left=300, causal=True)),
+    ("entmax15", dict(b=2, g=4, m=729, n=729, d=72)),
+    ("entmax(alpha=1.7)", dict(g=4, m=500, n=500, d=72, causal=True)),
+    ("entmax15", dict(g=4, m=1500, n=1500, d=160, causal=True)),
+    ("softmax", dict(h=8, m=32, n=8192, d=128)),
+    ("entmax15", dict(h=8, m=32, n=8192, d=128)),
+    ("entmax15", dict(b=3, h=8, m=1, n=6000, d=128, lengths=True)),
+    ("entmax(alpha=1.7)", dict(m=7, n=3000, d=96, causal=True)),
+    ("sparsemax", dict(m=20, n=3000, d=128, left=2500)),
+])  # fmt: skip
+def test_shapes_with_blocks_of_their_own(name, options):
+    sizes = dict(b=1, h=4, g=2, dtype=torch.bfloat16, device="cuda", stats=(), e=options["d"])
+    check(make(4, name, **sizes | options), slack=2.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])
 def test_wide_types(name, dtype):

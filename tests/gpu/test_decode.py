@@ -25,6 +25,7 @@ def test_every_splitting_normalizer(name, sharp):
 @pytest.mark.parametrize(("m", "group", "d", "dtype"), [
     (1, 1, 64, torch.bfloat16), (16, 1, 128, torch.float16), (8, 4, 128, torch.bfloat16), (16, 4, 64, torch.bfloat16),
     (16, 8, 128, torch.bfloat16), (5, 2, 256, torch.bfloat16), (3, 2, 40, torch.float32), (2, 1, 16, torch.float64),
+    (32, 4, 128, torch.bfloat16), (32, 1, 64, torch.float16), (24, 8, 256, torch.bfloat16), (20, 2, 40, torch.float32),
     (8, 4, 320, torch.bfloat16), (1, 1, 512, torch.float16), (2, 1, 320, torch.float32),
 ])  # fmt: skip
 def test_shapes(m, group, d, dtype):

@@ -10,10 +10,13 @@ import torch
 
 pytest.importorskip("triton")
 from attention_data import make
+from key_data import check_keys
 
-from regard import reference
+import regard
 from regard._backends.gpu.attention import key_reading
 from regard._backends.gpu.attention import launch as attention
+from regard._core import key_reading as core
+from regard._core import plans
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,25 +31,9 @@ OPTIONS = [
 ]
 
 
-def check(problem, most=3):
-    """Both readings of a problem against the reference's weights."""
-    forward = attention.forward(problem)
-    p = reference.weights_of_rows(problem, 0, problem.q.shape[2])
-    received = key_reading.sum_over_queries(problem, forward)
-    index, weight = key_reading.list_top_keys(problem, forward, most)
-    bound = 4e-3 if problem.q.element_size() == 2 else 2e-5
-    torch.testing.assert_close(received.double(), p.sum(2), rtol=bound, atol=bound)
-    torch.testing.assert_close(weight.double(), p.topk(most).values, rtol=bound, atol=bound)
-    assert torch.equal(index < 0, weight == 0)
-    found = p.gather(3, index.long().clamp_min(0)).where(index >= 0, 0.0)
-    torch.testing.assert_close(found, weight.double(), rtol=bound, atol=bound)
-    ordered = index.sort(-1).values
-    assert ((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0)).all()  # no key twice
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(map(str, options)))
 def test_options(options):
-    check(make(3, **SIZES | options))
+    check_keys(make(3, **SIZES | options), 3)
 
 
 def test_rows_of_equal_scores_take_the_first_keys():
@@ -59,7 +46,7 @@ def test_rows_of_equal_scores_take_the_first_keys():
     index, weight = key_reading.list_top_keys(problem, forward, 4)
     assert index[0, 0, 2].tolist() == [0, 1, 2, 3]
     torch.testing.assert_close(weight[0, 0, 2], torch.full((4,), 1 / 70, device=DEVICE))
-    check(dataclasses.replace(problem, q=problem.q[:, :, 3:]), most=4)
+    check_keys(dataclasses.replace(problem, q=problem.q[:, :, 3:]), 4)
 
 
 def test_a_row_without_keys_and_a_row_of_nan():
@@ -71,3 +58,20 @@ def test_a_row_without_keys_and_a_row_of_nan():
     assert (index[0] == -1).all() and (weight[0] == 0).all()
     assert (key_reading.sum_over_queries(problem, forward)[0] == 0).all()
     assert (index[1, 0, 4] == -1).all() and weight[1, 0, 4].isnan().all() and (index[1, 1] >= 0).all()
+
+
+def test_calls_of_one_kind_share_a_plan(monkeypatch):
+    monkeypatch.setattr(core, "is_fused", lambda *_: True)
+    monkeypatch.setattr(plans, "plans", {})
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v = (torch.randn(1, heads, 9, 8, device=DEVICE, requires_grad=seed == 2) for heads in (2, 1, 1))
+        wanted = dict(is_causal=True, enable_gqa=True)
+        out, stats = regard.attention(q, k, v, **wanted, return_stats=("entropy", "received", "top_keys(2)"))
+        want, p = regard.reference.attention(q.double(), k.double(), v.double(), **wanted)
+        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(stats.received.double(), p.sum(2), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(stats.top_keys.weight.double(), p.topk(2).values, rtol=1e-5, atol=1e-5)
+        entropy = regard.statistics.of_weights(p).entropy
+        torch.testing.assert_close(stats.entropy.double(), entropy.double(), rtol=1e-4, atol=1e-4)
+        assert out.requires_grad is (seed == 2) and len(plans.plans) == 1

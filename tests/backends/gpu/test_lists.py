@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 from attention_data import check_backward, check_forward, make
 from interpreter import check_overflow
+from key_data import check_keys
 
+from regard._backends.gpu.attention import key_reading, statistics
 from regard._backends.gpu.attention import launch as attention
-from regard._backends.gpu.attention import statistics
 from regard._backends.gpu.attention.limits import find_option
 from regard._backends.gpu.attention.sparse import launch as sparse
+from regard._backends.gpu.attention.sparse import top_keys
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
@@ -160,6 +162,39 @@ def test_lists_longer_than_the_resident_entries(monkeypatch):
     problem = make(3, "entmax15", **SMALL | dict(h=1, m=40, n=220), sharp=0.05)  # every key has weight: 55 to a list
     check_forward(attention, problem)
     assert flags[0].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "options"),
+    [
+        ("softmax", 3, dict(causal=True)),
+        ("softmax", 8, dict(left=30, lengths=True, b=2, sink=True)),
+        ("entmax15", 5, dict(temperature=True, sharp=2.0)),
+        ("sigmoid", 1, dict(right=5)),
+    ],
+)
+def test_top_keys_from_lists(name, most, options, monkeypatch):
+    flags, filled = [], top_keys.fill
+    monkeypatch.setattr(top_keys, "fill", lambda *call: flags.append(filled(*call)) or flags[-1])
+    monkeypatch.setattr(sparse, "CAP", 32)
+    check_keys(make(7, name, **SMALL | dict(m=70, n=200, stats=()) | options), most)
+    assert not flags[0].any()
+
+
+def test_top_keys_of_rows_whose_lists_overflow():
+    """Equal scores leave a row to the sweeps, as does a key of NaN; their neighbours in the block are right as well."""
+    problem = make(8, "softmax", **SMALL | dict(m=40, n=90, stats=()))
+    problem.q[:, 0, 5] = 0.0
+    index, weight = check_keys(problem, 4)
+    assert index[0, 0, 5].tolist() == [0, 1, 2, 3] and weight[0, 0, 5, 0] == pytest.approx(1 / 90)
+    problem.q[0, 0, 9, 0] = math.nan
+    index, weight = key_reading.list_top_keys(problem, attention.forward(problem), 4)
+    assert (index[0, 0, 9] == -1).all() and weight[0, 0, 9].isnan().all() and (index[0, 0, 8] >= 0).all()
+
+
+def test_the_bound_of_top_keys_takes_fewer_tiles_for_fewer_keys(monkeypatch):
+    monkeypatch.setattr(sparse, "GROUPS", 64)
+    assert [top_keys.choose_stride(most) for most in (1, 8, 16, 32)] == [64, 8, 4, 1]
 
 
 def test_no_block_of_lists_crosses_4_gib():

@@ -58,7 +58,7 @@ def backward_of(problem: Problem, temperature=False, statistics=False) -> Backwa
     ("call", "kernel", "passed"),
     [
         (dict(m=1), "decode", {}),
-        (dict(), "hopper", {"decode": "4096 queries (16 at most)"}),
+        (dict(), "hopper", {"decode": "4096 queries (32 at most)"}),
         (dict(m=1, n=100), "online", {"decode": "100 keys (2048 at least)", "hopper": "1 queries (64 at least)"}),
         (dict(d=80), "hopper", {}),
         (dict(d=192, e=128), "hopper", {}),

@@ -19,7 +19,7 @@ from regard._backends.gpu.attention.forward import decode
 from regard._backends.gpu.attention.tiles import Config, Options, View
 from regard._call import philox
 from regard._call.problem import Problem
-from regard._facts import has_large_shared_memory, has_tensor_memory
+from regard._facts import has_large_shared_memory, has_tensor_memory, shared_memory
 
 # (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
 HALF = {
@@ -34,13 +34,19 @@ HALF = {
     "backward_product": ((128, 64, 8, 3, True), (128, 64, 8, 3, True)),
     "backward_bias": ((64, 64, 4, 1, False), (64, 64, 4, 1, False), (32, 32, 4, 1, False)),
 }
-# threshold maps by column of HALF, from the first table that has it: with a parameter's gradient; powers tᵏ; all, which
-# take two sums
+# by column of HALF, from the first table that has it: threshold maps of few queries, whose block has no more rows than
+# there are; with a parameter's gradient; powers tᵏ; heads that a block is wider than; threshold maps, which take two
+# sums; the others where a block may use ROOM bytes of shared memory
+SHORT = {"forward_threshold": {1: (32, 128, 4, 3, True)}}
 LEARNING = {"backward_dq": {0: (64, 32, 4, 3, False), 1: (64, 32, 4, 2, True)}}
 POWERS = {"forward_threshold": {0: (128, 64, 8, 3, False)}, "backward_dkv": {0: (32, 64, 4, 2, True)}}
+PADDED = {"forward_threshold": {1: (64, 64, 4, 3, True)}}
 DOUBLE = {"backward_dq": {1: (64, 64, 4, 2, True)}, "tangent": {1: (128, 32, 8, 3, True)}}
+ROOMY = {"backward_dq": {2: (128, 32, 8, 2, False)}}
+FEW, ROOM = 32, 192 * 1024
 # heads up to 128 where that engine cannot read the inputs
 PLAIN = {
+    "forward_threshold": (128, 64, 8, 3, False),
     "backward_dq": (128, 64, 8, 3, False),
     "backward_dkv": (64, 128, 8, 2, False),
     "received": (64, 64, 8, 2, False),
@@ -195,10 +201,18 @@ def _choose_blocks(p: Problem, kernel: str, learns: bool = False, others: tuple 
     else:
         size += size > 0 and not has_large_shared_memory(p.q.device)
         m, n, warps, stages, bulk = HALF[kernel][size] if size < 3 else WIDE
-        if p.choice.family == "threshold":
-            tables = LEARNING if learns else {}, POWERS if p.choice.order == 0 else {}, DOUBLE
-            found = (table.get(kernel, {}).get(size) for table in tables)
-            m, n, warps, stages, bulk = next(filter(None, found), (m, n, warps, stages, bulk))
+        threshold, few = p.choice.family == "threshold", p.q.shape[2] <= FEW
+        tables = (
+            (SHORT, threshold and few),
+            (LEARNING, learns),
+            (POWERS, threshold and p.choice.order == 0),
+            (PADDED, threshold and width & (width - 1)),
+            (DOUBLE, threshold),
+            (ROOMY, kernel in ROOMY and not threshold and shared_memory(p.q.device) >= ROOM),
+        )
+        found = (table.get(kernel, {}).get(size) for table, applies in tables if applies)
+        m, n, warps, stages, bulk = next(filter(None, found), (m, n, warps, stages, bulk))
+        m = min(m, 16) if kernel == "forward_threshold" and p.q.shape[2] <= 16 else m
         cuts = p.key_lengths, p.interval, p.mask, p.left, p.right
         if kernel == "backward_dkv" and size == 1 and not p.q.shape[-1] == p.v.shape[-1] == 128:
             if any(cut is not None for cut in cuts):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from regard._backends.gpu import tape
-from regard._backends.gpu.attention import registry
+from regard._backends.gpu.attention import key_reading, registry
 from regard._backends.gpu.attention.backward.bias import compute_bias_gradient, sum_key_gradient
 from regard._backends.gpu.attention.backward.call import BackwardCall, add_statistic_terms
 from regard._backends.gpu.attention.backward.slopes import State
@@ -110,6 +110,23 @@ def tangent(problem: Problem, forward: Forward, along: Along) -> torch.Tensor:
             return compute()[0]
         inputs = *tensors_of(problem), forward.o, forward.shift, forward.z, along.q, along.k, along.v
         return tape.run(("tangent", problem.key, tape.key_of(inputs)), inputs, compute)[0]
+
+
+def read_keys(
+    problem: Problem, forward: Forward, received: bool, most: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Return (Σ_i p_ij if `received`, index and weight of each row's `most` keys of most weight if any) of a call."""
+
+    def compute() -> tuple:
+        p = _with_near_entries(problem)
+        top = key_reading.list_top_keys(p, forward, most) if most else (None, None)
+        return (key_reading.sum_over_queries(p, forward) if received else None), *top
+
+    with on_device_of(problem.q):
+        if not _has_tape(problem):
+            return compute()
+        inputs = *tensors_of(problem), forward.shift, forward.z
+        return tape.run(("keys", received, most, problem.key, tape.key_of(inputs)), inputs, compute)
 
 
 def _has_tape(p: Problem) -> bool:

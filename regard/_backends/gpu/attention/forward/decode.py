@@ -21,7 +21,7 @@ from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E, Config
 from regard._backends.gpu.launcher import launch
 from regard._call.problem import Problem
 
-QUERIES = 16  # at most
+QUERIES = 32  # at most
 KEYS = 2048  # at least
 PROGRAMS = 2048  # to split the keys over: eight waves of two on each SM of an H200
 SHORTEST = 512  # keys of one part

@@ -15,12 +15,11 @@ from regard._call.score_function import tanh
 
 
 @triton.jit
-def bound_from_groups(q, k, bounds, opt, C: tl.constexpr, FULL: tl.constexpr, STRIDE: tl.constexpr):
-    """Stores bound_i ≤ τ_i in units of y: −∞ lists every key, +∞ means that the lists would overflow.
+def sweep_groups(block, opt, C: tl.constexpr, STRIDE: tl.constexpr):
+    """Return the largest of each group of keys, those at one place of their tiles, as `order_tile` has them.
 
     Of the tiles that every row sees whole, one of STRIDE counts.
     """
-    block, _ = key_loop.load_query_block(q, k, k, k, k, opt, C)
     begin, inner, outer = key_loop.find_whole_tiles(block, opt, C)
     best = tiles.zeros(C.BM, C.BN, C.ACC) + HIDDEN
     if (opt.left is not None) or C.RAGGED or (opt.key_index.rank.ptr is not None):
@@ -31,7 +30,14 @@ def bound_from_groups(q, k, bounds, opt, C: tl.constexpr, FULL: tl.constexpr, ST
         best = tl.maximum(best, order_tile(block, start, opt, C, False))
     for start in tl.range(tl.maximum(inner, outer), block.highest, C.BN):
         best = tl.maximum(best, order_tile(block, start, opt, C, True))
-    best = to_scores(best, opt)
+    return best
+
+
+@triton.jit
+def bound_from_groups(q, k, bounds, opt, C: tl.constexpr, FULL: tl.constexpr, STRIDE: tl.constexpr):
+    """Stores bound_i ≤ τ_i in units of y: −∞ lists every key, +∞ means that the lists would overflow."""
+    block, _ = key_loop.load_query_block(q, k, k, k, k, opt, C)
+    best = to_scores(sweep_groups(block, opt, C, STRIDE), opt)
     top = tl.max(best, 1)
     gain = block.a * C.F.gain(block.theta)
     x = (best - top[:, None]) * gain[:, None]

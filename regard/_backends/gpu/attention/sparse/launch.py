@@ -36,7 +36,14 @@ LONG = {"powers": 8192, "others": 4096}
 RESIDENT = {1: 16, 2: 32}  # entries of a list in registers, by the stride of those tiles
 STEP = dict(dq=4, dkv=2)  # entries per iteration: the fastest on an H200
 # least number of visible keys for which lists are faster; "wide": heads of more than 128 columns
-LEAST_KEYS = {"forward": 2048, "forward of powers or intervals": 1024, "backward": 16384, "wide backward": 3072}
+LEAST_KEYS = {
+    "forward": 2048,
+    "wide forward": 1024,
+    "forward of powers or intervals": 1024,
+    "backward": 16384,
+    "wide backward": 3072,
+    "top keys": 512,
+}
 WIDEST = 256
 # (keys per tile, stages, scores staged at a time) without and with statistics or a bias, which take registers, by
 # columns in shared memory. The stages exceed 48 KiB because a smaller launch is not allowed the staging buffer on top
@@ -61,14 +68,19 @@ def supports(p: Problem, direction: str) -> str | None:
         return reason
     if reason := _find_bias_obstacle(p):
         return reason
-    if direction == "backward" and (reason := find_option(p, "softcap", "bias", "interval")):
+    left_out = {"backward": ("softcap", "bias", "interval"), "top keys": ("softcap", "bias")}
+    if reason := find_option(p, *left_out.get(direction, ())):
         return reason
     if p.q.shape[-2] < BLOCK:
         return f"{p.q.shape[-2]} queries ({BLOCK} at least)"
     if direction == "backward":
         least = LEAST_KEYS["wide backward" if max(d, e) > 128 else "backward"]
+    elif direction == "top keys":
+        least = LEAST_KEYS["top keys"]
+    elif p.choice.order and p.interval is None:
+        least = LEAST_KEYS["wide forward" if max(d, e) > 128 else "forward"]
     else:
-        least = LEAST_KEYS["forward" if p.choice.order and p.interval is None else "forward of powers or intervals"]
+        least = LEAST_KEYS["forward of powers or intervals"]
     if p.span < least:
         return f"{p.span} visible keys ({least} at least)"
     return find_layout_obstacle(p.q, p.k)

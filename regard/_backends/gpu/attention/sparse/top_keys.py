@@ -28,6 +28,7 @@ from regard._call.problem import Problem
 
 LISTED = 80  # keys above the bound of a row, as many as its four lists hold a few times over
 CHUNK = 32  # entries of each of a row's four lists that are in registers at a time
+WARPS = 4  # of `select_top_keys`
 
 
 def choose_stride(most: int) -> int:
@@ -56,7 +57,7 @@ def fill(
         arguments = held.entries.view(torch.int64), held.counts, index, weight, failed, state, first, opt
         constants = plain, most, lists.CAP, lists.CAP - lists.SPARE, lists.BLOCK, CHUNK
         groups = programs * lists.BLOCK // gather.ROWS.value
-        launch(key, select_top_keys, groups, arguments, constants, num_warps=2)
+        launch(key, select_top_keys, groups, arguments, constants, num_warps=WARPS)
     return failed
 
 

@@ -47,14 +47,14 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 def pretend(card: str) -> None:
     """Make this process believe in a card; kernels of Hopper's own are left out, so that the plain ones are seen."""
-    from regard._facts import device
+    from regard import _facts
 
     arch, memory, processors = CARDS[card]
     cuda = isinstance(arch, int)
-    device.supports_gluon = lambda x: False
+    _facts.supports_gluon = lambda x: False
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("regard.") and hasattr(module, "supports_gluon"):
-            module.supports_gluon = device.supports_gluon
+            module.supports_gluon = _facts.supports_gluon
     compile_kernels.pretend_card(GPUTarget("cuda" if cuda else "hip", arch, 32 if cuda else 64), memory, processors)
     if not cuda:
         stop_at_assembly()

@@ -14,7 +14,7 @@ from interpreter import check_overflow
 from launches import Watched, launched
 from rows_data import FUSED
 
-from regard import normalizers, reference, statistics
+from regard import masks, normalizers, reference, statistics
 from regard._backends.gpu.attention import config
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.backward import bias, dkv, dq
@@ -196,7 +196,7 @@ def test_what_no_query_sees_changes_nothing():
 def reference_visible(problem, visible):
     window = None if problem.left is None and problem.right is None else (problem.left, problem.right)
     m, n = visible.shape
-    interval = reference.dense.dense(m, n, is_causal=problem.causal, window_=window, key_lengths=problem.key_lengths)
+    interval = masks.dense(m, n, is_causal=problem.causal, window_=window, key_lengths=problem.key_lengths)
     seen = visible if interval is None else visible & interval
     seen = seen if problem.mask is None else seen & problem.mask
     return seen.expand(*problem.q.shape[:-1], n)

@@ -18,7 +18,7 @@ from regard._core import dtensor, plans
 from regard._core.derivatives.transforms import attend_duals
 from regard._core.dispatch import Path, describe_kernel
 from regard._core.execute import execute
-from regard._core.gate import gate_result
+from regard._core.formulas import gate_result
 from regard._core.key_reading import asks_for_keys, attend_with_keys
 from regard._core.prepare import prepare
 from regard._facts import is_plain_eager

@@ -20,7 +20,7 @@ from regard._core import cudnn_forward, ops
 from regard._core.derivatives import transforms
 from regard._core.derivatives.autograd import FusedAttention, differentiable_twice
 from regard._core.dispatch import PLAIN, REQUESTED, TRANSFORM, has_transform, unfused_error, why_not_carried
-from regard._core.gate import apply_gate
+from regard._core.formulas import apply_gate
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.prepare import PreparedCall
 from regard._facts import is_mapped, is_plain_eager, is_transformed

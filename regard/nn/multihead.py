@@ -19,8 +19,7 @@ from regard._call.mask.visible import check_window
 from regard._call.scores import is_positive, is_real
 from regard._call.validation import check_flag
 from regard._core.attention import attention
-from regard._core.gate import apply_gate
-from regard._core.rows.qk_norm import qk_norm
+from regard._core.formulas import apply_gate, qk_norm
 from regard._facts import is_mapped
 from regard.bias import forgetting
 from regard.nn import additive, torch_weights, validation

@@ -10,7 +10,7 @@ from torch import Tensor
 from regard import statistics
 from regard._call.arguments import AttentionOptions, takes_options
 from regard._core.execute import check_policy_tensor
-from regard._core.gate import apply_gate
+from regard._core.formulas import apply_gate
 from regard._core.prepare import PreparedCall
 from regard.parallel import reference_rows, ring, tree
 from regard.parallel.autograd import ParallelAttention

@@ -8,7 +8,7 @@ from attention_data import qkv
 
 import regard
 from regard import normalizers
-from regard._core import gate as module
+from regard._core import formulas as module
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
 SHAPES = {"head": (2, 4, 7), "head with a width": (2, 4, 7, 1), "element": (2, 4, 7, 3), "of each head": (4, 1, 1)}

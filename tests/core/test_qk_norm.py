@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from regard._backends.gpu import qk_norm as kernels
 from regard._core.derivatives.autograd import FusedFormula
-from regard._core.rows.qk_norm import divide_by_root_mean_square, norm_rows
+from regard._core.formulas import divide_by_root_mean_square, norm_rows
 
 EPS = 1e-3
 

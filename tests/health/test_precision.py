@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 import regard
 from regard.health.models import inputs, tiny
-from regard.health.precision import Rounding
-from regard.health.what_if import parse
+from regard.health.what_if import Rounding, parse
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ATTENTION = F.scaled_dot_product_attention

@@ -19,7 +19,7 @@ from regard._call.problem import Problem
 from regard._call.scores import soft_cap
 from regard._call.validation import is_autocast, under_autocast
 from regard._core.execute import apply_policy
-from regard._core.gate import apply_gate
+from regard._core.formulas import apply_gate
 from regard._core.prepare import prepare
 from regard.masks import blanked
 from regard.reference import score_of, with_sink

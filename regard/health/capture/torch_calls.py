@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from regard._call.problem import TENSORS, Problem, unflatten
 from regard._core.execute import dense_attention, opened_rows
-from regard._core.gate import apply_gate
+from regard._core.formulas import apply_gate
 from regard.health.capture.call import (
     NESTED,
     Call,

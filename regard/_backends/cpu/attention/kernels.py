@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from regard._backends.cpu.attention import backward_rows, families, finish, forward_rows
+from regard._backends.cpu.attention import backward_rows, families, forward_rows
 from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel
 from regard.normalizers import Normalizer, Ratio, Threshold
 from regard.normalizers._families import nothing
@@ -51,12 +51,12 @@ def finish_kernel(normalizer: Normalizer, stats: tuple[str, ...]) -> tuple[Calla
     """The kernel that turns sums into statistics, and its argument `wanted`."""
     family = "exponential" if _is_exponential(normalizer) else normalizer.family
     functions = dict(
-        sharpness=getattr(finish, f"{family}_sharpness"),
+        sharpness=getattr(families, f"{family}_sharpness"),
         statistics=tuple(one.finish for one in DEFINITIONS.values()),
-        finish_shift=finish.threshold_finish_shift if family == "threshold" else finish.plain_finish_shift,
+        finish_shift=families.threshold_finish_shift if family == "threshold" else families.plain_finish_shift,
     )
     wanted = np.array([NAMES.index(name) for name in stats])
-    return template_kernel(normalizer, "float64", finish.finish_rows, **functions), wanted
+    return template_kernel(normalizer, "float64", families.finish_rows, **functions), wanted
 
 
 @cache_by_normalizer

@@ -14,11 +14,12 @@ from regard.health.comparing.causes.dependence import explain_dependence
 from regard.health.comparing.causes.generic import SHAPES, explain_generally, explain_numbers, explain_shapes
 from regard.health.comparing.causes.glue import explain_glue
 from regard.health.comparing.causes.guesses import Pair
+from regard.health.comparing.causes.losses import explain_loss
 from regard.health.comparing.causes.modules import explain_module
 from regard.health.comparing.causes.queries import explain_inputs, explain_turned
 from regard.health.comparing.causes.trial import EXACT, Cause, Trial
 from regard.health.comparing.difference import change
-from regard.health.comparing.record import Key, Mode, Run, read_field
+from regard.health.comparing.record import LOSS, Key, Mode, Run, read_field, run_batch
 from regard.health.measure.batches import is_function
 from regard.health.models.loading import describe_error
 from regard.health.tokens.text import as_batch
@@ -100,10 +101,11 @@ def explain_place(case: Case, key: Key) -> tuple[str, bool, list[str]]:
     if (cause is None or cause.is_vague) and not is_function(case.batch):
         depends, more = _find_dependence(case, key)
         tried += [f"dependence on {name}" for name in more]
-        if depends is not None:
-            cause = Cause(f"{depends} {cause.text}" if cause is not None and cause.kinds & SHAPES else depends)
+        if depends is not None:  # a fact of both models, and no change of A's numbers that gives B's
+            said = f"{depends} {cause.text}" if cause is not None and cause.kinds & SHAPES else depends
+            cause = Cause(said, reproduces=cause is not None and cause.reproduces)
     if cause is not None:
-        return cause.text, True, tried
+        return cause.text, cause.reproduces, tried
     return _say_unknown(case, key, tried), False, tried
 
 
@@ -123,7 +125,11 @@ def _find_dependence(case: Case, key: Key) -> tuple[str | None, list[str]]:
 
 
 def _find_cause(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
-    """What is tried depends on the place: a call's part, a module that makes q, k or v, angles, any other."""
+    """What is tried depends on the place: the loss, a call's part, a module that makes q, k or v, angles, any other."""
+    if key.part == LOSS:
+        device = next((p.device for p in case.models[0].parameters()), torch.device("cpu"))
+        given = as_batch(case.batch, device, case.models[0])
+        return explain_loss(case.models, lambda model: run_batch(model, case.batch, case.mode)[0], given)
     if key.part in ("q", "k", "v", "mask", "scores", "attention"):
         return _explain_call(case, key)
     if (turned := _find_turned(case, key)) is not None:
@@ -175,7 +181,7 @@ def _explain_call(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
     pair.budget = case.budget(at)
     if pair.a.output.shape != pair.b.output.shape:
         shapes = f"{list(pair.a.output.shape)} in A, {list(pair.b.output.shape)} in B"
-        return Cause(f"the attention's outputs have other shapes: {shapes}.", SHAPES), ["shapes"]
+        return Cause(f"the attention's outputs have other shapes: {shapes}.", SHAPES, True, reproduces=False), ["shapes"]
     trial = explain_attention(pair)
     return trial.best, trial.tried
 
@@ -189,7 +195,8 @@ def _explain_point(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
     found, tried = _explain_hidden(case, key, a, b)
     if found is not None:
         return found, tried
-    trial = Trial(a, b.reshape(a.shape), case.budget(key), "", case.a.real, tried)
+    units = "patches" if _is_of_image(case, key) else "heads"
+    trial = Trial(a, b.reshape(a.shape), case.budget(key), "", case.a.real, tried, units=units)
     if not a.is_floating_point():
         explain_numbers(trial)
     elif key.part.startswith("out"):
@@ -209,6 +216,14 @@ def _explain_point(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
         explain_turned(trial)
         explain_glue(trial, key, case.a, case.numbers())
     return trial.best, trial.tried
+
+
+def _is_of_image(case: Case, key: Key) -> bool:
+    """True before the first attention of a model that is given images."""
+    given, order = case.a.points.get(Key("in", "")), list(case.a.points)
+    if given is None or given.ndim != 4 or key not in order:
+        return False
+    return not any(one.part == "attention" for one in order[: order.index(key)])
 
 
 def _explain_hidden(case: Case, key: Key, a: Tensor, b: Tensor) -> tuple[Cause | None, list[str]]:
@@ -242,8 +257,8 @@ def _say_unknown(case: Case, key: Key, tried: list[str]) -> str:
     after = case.pairing.blocks[0] and case.pairing.block_of(key) is None and key.part.startswith("out")
     where = f"{LAST} " if after and not key.module else ""
     listed = ", ".join(dict.fromkeys(tried)) or "nothing"
-    return f"{where}It differs by {_size(case.changes[key])} of its size. None of what was tried explains it: {listed}."
+    return f"{where}It differs by {_size(case.changes[key])}. None of what was tried explains it: {listed}."
 
 
 def _size(x: float) -> str:
-    return "more than its shape" if x == float("inf") else f"{x:.2g}"
+    return f"{x:.2g} of its size" if x < 1e6 else "more than its size or shape"

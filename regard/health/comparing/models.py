@@ -18,7 +18,7 @@ from regard.health.capture.interception import check_model
 from regard.health.comparing.compared import Compared, chooses, compare_batch, rearranged, refine
 from regard.health.comparing.difference import beyond
 from regard.health.comparing.explain import explain_place
-from regard.health.comparing.record import CALL_PARTS, Key, Mode
+from regard.health.comparing.record import CALL_PARTS, LOSS, Key, Mode
 from regard.health.comparing.result import LayerDifference, ModelComparison, list_layers
 from regard.health.comparing.ways import EVALUATED, find_random, is_training, look_further, separate_weights
 from regard.health.measure.batches import as_batches, is_function
@@ -172,8 +172,8 @@ def _name_place(key: Key, index: int | None = None, alike: list[int] | None = No
     what = {
         "in": "the input of", "out": "the output of", "out 1": "the second output of", "out 2": "the third output of",
         "attention": "attention's output in", "q": "queries of", "k": "keys of", "v": "values of",
-        "mask": "the mask of", "scores": "the scores of",
-    }[key.part]  # fmt: skip
+        "mask": "the mask of", "scores": "the scores of", LOSS: "the loss of",
+    }.get(key.part, f"{key.part.removeprefix('out ')} of")  # fmt: skip
     name = (key.module or "the model") + _say_role(key.module)
     step = f", forward {key.use + 1}" if key.use else ""
     if index is None:

@@ -22,11 +22,15 @@ from regard.health.tokens.text import TokenBatch, as_batch
 
 CALL_PARTS = ("q", "k", "v", "mask", "scores", "attention")  # of an attention call, in the order of computation
 Mode = Literal["evaluation", "training", "given"]
-MORE = 3  # tensors of one output that are kept
+MORE = 3  # tensors of one module's output that are kept; of the model's own all
+LOSS = "out loss"  # the part of a model's output that is its loss
 
 
 class Key(NamedTuple):
-    """A place in a run: what ("in", "out", "out 1", "q", …, "attention"), the module's name, and which use of it."""
+    """A place in a run: what ("in", "out", "out 1", "q", …, "attention"), the module's name, and which use of it.
+
+    What the model returns beside its main output is "out loss", "out pooler_output", or "out 1" in a tuple.
+    """
 
     part: str
     module: str
@@ -46,7 +50,6 @@ class Run:
     points: dict[Key, Tensor] = field(default_factory=dict)
     calls: dict[Key, Kept] = field(default_factory=dict)
     real: Tensor | None = None
-    result: Any = None
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -112,8 +115,10 @@ class Recorder:
                 pass  # modules that raised
             use = self._uses[name] - 1
             noisy = self._with_noise(output) if self.noise and name else None
-            for number, x in enumerate(_tensors_of(output if noisy is None else noisy)[:MORE]):
-                self._keep(Key(f"out {number}" if number else "out", name, use), x)
+            output = output if noisy is None else noisy
+            found = dict(enumerate(_tensors_of(output)[:MORE])) if name else name_outputs(output)
+            for part, x in found.items():
+                self._keep(Key(f"out {part}" if part else "out", name, use), x)
             return noisy
 
         return hook
@@ -144,7 +149,7 @@ class Recorder:
             self.run.points[Key(part, name, use)] = getattr(kept, part)
         if self.noise and call.obstacle is None:
             output = self._moved(output + perturb_scores(kept, self.noise, self._generator).to(output))
-        self.run.points[Key("attention", name, use)] = output.detach().clone().cpu()
+        self.run.points[Key("attention", name, use)] = output.detach().clone().cpu().reshape(kept.output.shape)
         return output
 
     def _keep(self, key: Key, x: Tensor) -> None:
@@ -184,6 +189,17 @@ def _tensors_of(output: Any) -> list[Tensor]:
     return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()][:1]
 
 
+def name_outputs(output: Any) -> dict[int | str, Tensor]:
+    """All that a model returned, its main output under 0; a loss under its own name."""
+    main = _tensors_of(output)
+    if isinstance(output, (tuple, list)):  # of transformers or nanoGPT: a loss may come first or last
+        ordered = sorted(main, key=lambda x: x.ndim == 0)
+        return {"loss" if number and x.ndim == 0 else number: x for number, x in enumerate(ordered)}
+    named = output if isinstance(output, Mapping) else {"loss": getattr(output, "loss", None)}
+    found: dict[int | str, Tensor] = dict(enumerate(main[:1]))
+    return found | {name: x for name, x in named.items() if _is_real(x) and not any(x is one for one in main[:1])}
+
+
 def record(
     model: nn.Module, batch: Any, force: Run | None = None, noise: float = 0.0, seed: int = 0,
     mode: Mode = "evaluation",
@@ -194,27 +210,29 @@ def record(
     as in training. Its random numbers are those of `seed`; the caller's are left alone.
     """
     model = as_written(model)
+    with Recorder(model, force, noise, seed).active() as run, torch.set_grad_enabled(mode != "evaluation"):
+        result, run.real = run_batch(model, batch, mode, seed)
+        if ("out", "", 0) not in run.points:
+            for x in _tensors_of(result)[:1]:
+                run.points[Key("out", "", 0)] = x.detach().clone().cpu()
+    return run
+
+
+def run_batch(model: nn.Module, batch: Any, mode: Mode, seed: int = 0) -> tuple[Any, Tensor | None]:
+    """(what the model returns for a batch or a function, the tokens that are no padding) in a mode, with a seed."""
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    recorder = Recorder(model, force, noise, seed)
     devices = [device] if device.type == "cuda" else []
     modes = {
         "evaluation": lambda: evaluation_mode(list(model.named_modules())),
         "training": lambda: training_without_dropout(model), "given": lambda: preserved(model),
     }  # fmt: skip
-    gradients = torch.set_grad_enabled(mode != "evaluation")
-    with torch.random.fork_rng(devices), modes[mode](), gradients, recorder.active() as run:
+    with torch.random.fork_rng(devices), modes[mode]():
         torch.manual_seed(seed)
         if is_function(batch):
-            run.result = batch(model)
-        else:
-            given = batch if isinstance(batch, TokenBatch) else as_batch(batch, device, model)
-            given = given.map(partial(_as_precise, dtype=find_dtype(model)))
-            run.real = find_real(given)
-            run.result = model(*given.args, **given.named)
-        if ("out", "", 0) not in run.points:
-            for number, x in enumerate(_tensors_of(run.result)[:1]):
-                run.points[Key("out", "", number)] = x.detach().clone().cpu()
-    return run
+            return batch(model), None
+        given = batch if isinstance(batch, TokenBatch) else as_batch(batch, device, model)
+        given = given.map(partial(_as_precise, dtype=find_dtype(model)))
+        return model(*given.args, **given.named), find_real(given)
 
 
 def find_dtype(model: nn.Module) -> torch.dtype:

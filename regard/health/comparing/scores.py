@@ -46,6 +46,7 @@ class Kept:
     @classmethod
     def of(cls, call: Call, output: Tensor) -> Kept:
         q, k, v, own = (x.detach().clone().cpu() for x in (call.q, call.k, call.v, output))
+        q, k, v, own = (x[:, None] if x.ndim == 3 else x for x in (q, k, v, own))  # of one head
         k, v = share(k), share(v)
         if call.obstacle is not None:
             return cls(q, k, v, own, call.kind, obstacle=call.obstacle)

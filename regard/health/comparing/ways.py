@@ -21,7 +21,7 @@ from regard.health.probe.decoding import Decoder, find_decoders, why_not
 from regard.health.probe.modes import preserved
 from regard.health.probe.probe import Probe, main_output
 from regard.health.tokens.forms import is_ids
-from regard.health.tokens.text import as_batch
+from regard.health.tokens.text import as_batch, with_decoder_ids
 
 Models = tuple[nn.Module, nn.Module]
 Judge = Callable[..., ModelComparison]  # (batches, mode)
@@ -128,7 +128,7 @@ def _look_at_decoding(
 def _find_decoder(model: nn.Module, batch: Any) -> tuple[Decoder, torch.Tensor] | str | None:
     """How a model decodes the batch's text, with its ids; why that is not known; None if it takes no cache or text."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    given = as_batch(batch, device, model)
+    given = with_decoder_ids(as_batch(batch, device, model), model)
     if not is_ids(given.targets) or not given.targets.shape[1] >= SHORTEST:
         return None
     given = given.cut(given.count, LONGEST)

@@ -251,6 +251,17 @@ def as_batch(batch: Any, device: torch.device, model: nn.Module | None = None) -
     return TokenBatch(parts[:at] if form.apart else parts, {}, form.ids, batch, form.decoder, labels)
 
 
+def with_decoder_ids(batch: TokenBatch, model: nn.Module) -> TokenBatch:
+    """The batch with the decoder's ids that an encoder-decoder makes of its labels, if it was given labels alone."""
+    config: Any = getattr(model, "config", None)
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None) or getattr(model, "_shift_right", None)
+    labels = batch.labels
+    if batch.has_decoder or not getattr(config, "is_encoder_decoder", False) or shift is None or not is_ids(labels):
+        return batch
+    assert labels is not None
+    return replace(batch.put("decoder_input_ids", shift(labels)), decoder="decoder_input_ids")
+
+
 def find_padding(ids: Tensor, pad: int, least: int = 3) -> Tensor:
     """True at runs of `least` or more pad tokens at either end of a row, [B, N].
 

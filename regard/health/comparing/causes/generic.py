@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from regard.health.comparing.causes.orders import explain_orders
 from regard.health.comparing.causes.trial import CAPS, Cause, Trial, fit_factor, name_factor, round_through
 from regard.health.comparing.difference import change
 
@@ -67,7 +68,7 @@ def explain_generally(trial: Trial, numbers: Mapping[str, float] | None = None, 
             "B's tokens differ from A's by a vector per position, the same in every sequence: position embeddings."
         ), is_vague=True)  # fmt: skip
     if whole:
-        _try_orders(trial, a, b)
+        explain_orders(trial)
 
 
 def explain_shapes(trial: Trial) -> None:
@@ -90,7 +91,7 @@ def explain_shapes(trial: Trial) -> None:
                     what = f"places {start} to {start + x.shape[axes[0]] - 1} of axis {axes[0]} alone"
                     trial.found.append(Cause(f"{said}: {one} holds {other}'s {what}.", SHAPES, True))
                     return
-    trial.found.append(Cause(f"{said}, and neither holds the other's numbers.", SHAPES, True))
+    trial.found.append(Cause(f"{said}, and neither holds the other's numbers.", SHAPES, True, reproduces=False))
 
 
 def explain_numbers(trial: Trial) -> None:
@@ -114,26 +115,28 @@ def explain_numbers(trial: Trial) -> None:
     trial.explains("sign", -a, "its numbers have the other sign in B.")
     _try_buckets(trial)
     if not trial.found:
-        _try_orders(trial, a, b)
+        explain_orders(trial)
 
 
 def _try_buckets(trial: Trial) -> None:
     """Distances j − i [M, N] in T5's buckets: one for each short distance, then as many by their logarithm."""
-    if trial.a.ndim < 2 or trial.a.shape != trial.b.shape or trial.a.shape[-2] < 2:
+    if trial.a.ndim < 2 or trial.a.shape != trial.b.shape or trial.a.shape[-1] < 4:
         return
     found: list[list[tuple]] = [[], []]
     queries, keys = trial.a.shape[-2:]
-    distance = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
-    for law in itertools.product((True, False), (4, 8, 16, 32, 64, 128), (8, 16, 20, 32, 64, 128, 256, 512)):
+    last = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
+    aligned = {"the last query at the last key": last, "the first query at the first key": last + keys - queries}
+    sizes = itertools.product((True, False), (4, 8, 16, 32, 64, 128), (8, 16, 20, 32, 64, 128, 256, 512))
+    for law, (where, distance) in itertools.product(sizes, list(aligned.items())[: 1 + (keys > queries)]):
         buckets = _bucket(distance, *law).expand(trial.a.shape)
         for one, x in zip(found, (trial.a, trial.b), strict=True):
             if torch.equal(buckets, x.long()):
-                one.append(law)
+                one.append((*law, where))
     if found[0] and found[1]:
         a, b = min(itertools.product(*found), key=lambda pair: sum(x != y for x, y in zip(*pair, strict=True)))
         words = [
-            ("both directions" if both else "earlier keys alone", f"{count} buckets", f"up to {most}")
-            for both, count, most in (a, b)
+            ("both directions" if both else "earlier keys alone", f"{count} buckets", f"up to {most}", where)
+            for both, count, most, where in (a, b)
         ]
         own, other = (", ".join(said for said in one if said not in other) for one, other in (words, words[::-1]))
         trial.explains("buckets", trial.b, f"relative positions have other buckets: {own} in A, {other} in B.")
@@ -155,76 +158,3 @@ def _say_weight(ratio: Tensor) -> str:
 def _range(x: Tensor) -> str:
     low, high = f"{float(x.min()):.4g}", f"{float(x.max()):.4g}"
     return low if low == high else f"{low} to {high}"
-
-
-def _try_orders(trial: Trial, a: Tensor, b: Tensor) -> None:
-    """A's numbers in other places: reversed, rolled, permuted, reshaped."""
-    dim = -2
-    if a.ndim >= 2 and a.shape[dim] > 2:
-        for by in (1, -1, 2, -2):
-            keep = slice(by, None) if by > 0 else slice(None, by)
-            candidate = b.clone()
-            candidate[..., keep, :] = a.roll(by, dim)[..., keep, :]
-            said = f"B's tokens are A's {abs(by)} place{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}."
-            trial.explains("shifted tokens", candidate, said)
-        _try_tokens(trial, a, b)
-    width = a.shape[-1]
-    if 1 < width <= 4096 and trial.found == []:
-        flat_a, flat_b = a.reshape(-1, width).T, b.reshape(-1, width).T
-        order = torch.cdist(flat_b, flat_a).argmin(1)
-        if len(set(order.tolist())) == width:
-            trial.explains(
-                "features in another order", a[..., order], f"B's features are A's in another order{say_order(order)}."
-            )
-    if trial.found == [] and len(a.unique()) > 0.5 * a.numel():
-        same = a.flatten().sort().values, b.flatten().sort().values
-        trial.tried.append("numbers in other places")
-        left = float((same[0] - same[1]).norm() / same[0].norm().clamp_min(1e-30))
-        if left <= trial.tolerance and 100.0 * left <= trial.before:
-            said = "it holds A's numbers in other places: a reshape that mixes heads with time."
-            trial.found.append(Cause(said, frozenset({"numbers in other places"}), True))
-
-
-def _try_tokens(trial: Trial, a: Tensor, b: Tensor) -> None:
-    """Each token of B as one of A's tokens, the same in every sequence."""
-    n = a.shape[-2]
-    if n > 4096:
-        return
-    own, other = (x.transpose(0, -2).reshape(n, -1) for x in (a, b))
-    order = torch.cdist(other, own).argmin(1)
-    said = f"B's tokens are A's in another order{say_order(order)}."
-    if torch.equal(order, torch.arange(n).flip(0)):
-        said = "B's tokens are A's in reverse order."
-    elif torch.allclose(other, other.flip(0), atol=1e-6):
-        said = "B's tokens are the same from both ends: distances before and behind a token are not told apart."
-    elif len(order.unique()) == 1:
-        said = f"every token of B is A's token {int(order[0])}: one position for all."
-    trial.explains("tokens in another order", a.index_select(-2, order), said)
-
-
-def say_order(order: Tensor) -> str:
-    """What an order of rows or features is known as, of all or within each head.
-
-    >>> from regard.health.comparing.causes.generic import say_order
-    >>> say_order(torch.tensor([0, 2, 1, 3, 4, 6, 5, 7]))
-    ': halves and interleaved pairs are exchanged'
-    """
-    count = len(order)
-    if torch.equal(order, torch.arange(count)):
-        return ""
-    for d in (d for d in range(4, count + 1) if count % d == 0):
-        inner, at = order[:d], torch.arange(d)
-        if not torch.equal(order, (torch.arange(0, count, d)[:, None] + inner).flatten()):
-            continue
-        if d % 2 == 0 and any(
-            torch.equal(inner, x) for x in (torch.cat([at[::2], at[1::2]]), at.view(2, -1).T.flatten())
-        ):
-            return ": halves and interleaved pairs are exchanged"
-        for by in (2, 3, 4):
-            if d % by == 0 and any(torch.equal(inner, at.roll(n * d // by)) for n in range(1, by)):
-                return f": parts of a stacked matrix are exchanged ({by} parts)"
-        for heads in range(2, d // 2 + 1):
-            if d % heads == 0 and torch.equal(inner, at.view(heads, -1).T.flatten()):
-                return f": [{heads}, {d // heads}] is read as [{d // heads}, {heads}], as height and width"
-    moved = int((order != torch.arange(count)).nonzero()[0])
-    return f" (from {moved} on: {', '.join(map(str, order[moved : moved + 6].tolist()))}, …)"

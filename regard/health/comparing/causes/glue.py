@@ -7,7 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from regard.health.comparing.causes.generic import explain_generally, say_order
+from regard.health.comparing.causes.generic import explain_generally
+from regard.health.comparing.causes.orders import say_order
 from regard.health.comparing.causes.modules import ACTIVATIONS
 from regard.health.comparing.causes.trial import PASSED_ON, Trial, fit_factor, name_factor
 from regard.health.comparing.difference import change
@@ -23,6 +24,8 @@ def explain_glue(trial: Trial, key: Key, run: Run, numbers: dict[str, float]) ->
     a, b = trial.a.double(), trial.b.double()
     if a.shape != b.shape or a.ndim < 2 or any(one.kinds & FACTORS for one in trial.found):
         return
+    if a.ndim == 2:
+        _try_pooling(trial, key, run)
     _try_products(trial, key, run)
     if trial.found:
         return
@@ -38,6 +41,32 @@ def explain_glue(trial: Trial, key: Key, run: Run, numbers: dict[str, float]) ->
     _try_tokens(trial, run, key)
     for (place, x), (other, y) in itertools.permutations(before[:NEAREST], 2):
         trial.explains("another summand", a + x - y, f"B adds {_name(place)} where A adds {_name(other)}.")
+
+
+def _try_pooling(trial: Trial, key: Key, run: Run) -> None:
+    """Is a vector per sequence [B, C] another token, or another mean, of hidden states [B, N, C] before it?"""
+    for place, x in list(run.points.items())[: list(run.points).index(key)][: -NEAR - 1 : -1]:
+        if x.ndim != 3 or not x.is_floating_point() or x.shape[::2] != trial.a.shape or x.shape[1] < 2:
+            continue
+        x, real = x.double(), run.real
+        if real is None or real.shape != x.shape[:2]:
+            real = torch.ones(x.shape[:2], dtype=torch.bool)
+        shown = real[..., None]
+        made = {
+            "the mean of all tokens": x.mean(1), "the mean without padding": (x * shown).sum(1) / shown.sum(1),
+            "the largest of each feature": x.amax(1), "the sum of all tokens": x.sum(1),
+            "the largest without padding": x.masked_fill(~shown, -torch.inf).amax(1),
+        }  # fmt: skip
+        for one in (trial.a, trial.b):
+            at = (x - one[:, None].double()).norm(dim=-1).argmin(1)
+            padding = int((~real.gather(1, at[:, None])).sum())
+            of = f" ({padding} of them padding)" if padding else ""
+            made[f"tokens {', '.join(map(str, at.tolist()))} of its sequences{of}"] = x[torch.arange(len(x)), at]
+        own = next((what for what, y in made.items() if change(trial.a, y) <= trial.tolerance), None)
+        for what, y in made.items() if own is not None else ():
+            trial.explains("another pooling", y, f"A takes {own} from {_name(place)}, B {what}.")
+        if trial.found:
+            return
 
 
 def _try_tokens(trial: Trial, run: Run, key: Key) -> None:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.health.comparing.causes.generic import explain_generally, say_order
+from regard.health.comparing.causes.generic import explain_generally
+from regard.health.comparing.causes.orders import say_order
 from regard.health.comparing.causes.trial import Trial, exchange_letters, fit_factor
 
 ACTIVATIONS = {

@@ -27,12 +27,14 @@ class Cause:
         kinds: what was tried and holds, of one or several tensors.
         is_vague: True if it says how B's numbers follow, and not yet why; another explanation is preferred.
         left: what is left of the difference.
+        reproduces: True if A's numbers, changed so, are B's; False for what is true of both and tells no more.
     """
 
     text: str
     kinds: frozenset[str] = frozenset()
     is_vague: bool = False
     left: float = 0.0
+    reproduces: bool = True
 
     def mirrored(self) -> Cause:
         """The same with A and B exchanged; that A passes on what B changes does not say how."""
@@ -46,6 +48,7 @@ class Trial:
     Attributes:
         a, b: what A and B computed.
         budget: how far two tensors are apart by rounding.
+        units: what a reshape there cuts, "heads" or "patches".
         tried: names of what was tried, in order.
         found: the explanations that reproduce b.
     """
@@ -57,6 +60,7 @@ class Trial:
     real: Tensor | None = None
     tried: list[str] = field(default_factory=list)
     found: list[Cause] = field(default_factory=list)
+    units: str = "heads"
     is_lost: bool = False
 
     def __post_init__(self) -> None:

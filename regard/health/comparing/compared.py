@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from regard.health.comparing.blocks import Pairing, find_blocks, pair
-from regard.health.comparing.difference import SAFETY, beyond, budgets_of, change, changes_of, rounding_of
+from regard.health.comparing.difference import SAFETY, align, beyond, budgets_of, change, changes_of, rounding_of
 from regard.health.comparing.explain import Case
 from regard.health.comparing.record import CALL_PARTS, Key, Mode, Run
 from regard.health.comparing.record import record as run_model
@@ -95,10 +95,11 @@ def rearranged(one: Compared) -> str | None:
     for key, other in one.pairing.places.items():
         if key.part != "in" or not key.module or key not in one.runs[0].points or other not in one.runs[1].points:
             continue
-        a, b = one.runs[0].points[key], one.runs[1].points[other]
+        a, b = align(one.runs[0].points[key], one.runs[1].points[other])
         if one.changes.get(root, 0.0) > 0.0 or a.ndim < 2 or (a.is_floating_point() and a.shape[1:] != b.shape[1:]):
             return None
-        if a.shape != b.shape:
+        often = [at._replace(use=at.use + 1) in run.points for at, run in zip((key, other), one.runs, strict=True)]
+        if a.shape != b.shape or often[0] != often[1]:
             return f"{key.module} is given {list(a.shape)} in A, {list(b.shape)} in B"
         if a.is_floating_point():
             return None

@@ -35,13 +35,20 @@ def as_rows(x: Tensor, part: str) -> Tensor:
     return x if x.ndim else x[None]
 
 
+def align(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with as many sequences, where one holds a single one for all: positions [1, N] and [B, N]."""
+    if a.ndim == b.ndim > 1 and a.shape[1:] == b.shape[1:] and 1 in (len(a), len(b)):
+        a, b = torch.broadcast_tensors(a, b)
+    return a, b
+
+
 def change(a: Tensor, b: Tensor, part: str = "", real: Real = None) -> float:
     """The largest ‖a − b‖ of a row over the larger of its ‖a‖ and the typical one; inf for other shapes."""
     if part in ("k", "v") and a.ndim == b.ndim == 4 and a.shape[1] != b.shape[1]:
         heads = max(a.shape[1], b.shape[1])
         if heads % a.shape[1] == 0 and heads % b.shape[1] == 0:
             a, b = spread(a, heads), spread(b, heads)
-    a, b = as_rows(a, part), as_rows(b, part)
+    a, b = align(as_rows(a, part), as_rows(b, part))
     if a.shape != b.shape:
         if a.numel() != b.numel() or a.shape[-1] != b.shape[-1]:
             return math.inf

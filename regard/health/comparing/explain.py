@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from regard.health.comparing.blocks import Pairing
 from regard.health.comparing.causes.attention import explain_attention
-from regard.health.comparing.causes.dependence import explain_dependence
+from regard.health.comparing.causes.dependence import explain_dependence, explain_run
 from regard.health.comparing.causes.generic import SHAPES, explain_generally, explain_numbers, explain_shapes
 from regard.health.comparing.causes.glue import explain_glue
 from regard.health.comparing.causes.guesses import Pair
@@ -18,7 +18,7 @@ from regard.health.comparing.causes.losses import explain_loss
 from regard.health.comparing.causes.modules import explain_module
 from regard.health.comparing.causes.queries import explain_inputs, explain_turned
 from regard.health.comparing.causes.trial import EXACT, Cause, Trial
-from regard.health.comparing.difference import change
+from regard.health.comparing.difference import align, change
 from regard.health.comparing.record import LOSS, Key, Mode, Run, read_field, run_batch
 from regard.health.measure.batches import is_function
 from regard.health.models.loading import describe_error
@@ -98,12 +98,12 @@ def explain_place(case: Case, key: Key) -> tuple[str, bool, list[str]]:
         tried += [name for name in more if name not in tried]
         if other is not None and (cause is None or not other.is_vague):
             cause = other.mirrored()
-    if (cause is None or cause.is_vague) and not is_function(case.batch):
-        depends, more = _find_dependence(case, key)
-        tried += [f"dependence on {name}" for name in more]
-        if depends is not None:  # a fact of both models, and no change of A's numbers that gives B's
-            said = f"{depends} {cause.text}" if cause is not None and cause.kinds & SHAPES else depends
-            cause = Cause(said, reproduces=cause is not None and cause.reproduces)
+    if (cause is None or cause.is_vague) and not is_function(case.batch) and key.part != LOSS:
+        found, more = _rerun(case, key)
+        tried += more
+        if found is not None:  # of shapes that differ, a dependence says why
+            is_shape = cause is not None and cause.kinds & SHAPES
+            cause = replace(cause, text=f"{found.text} {cause.text}") if cause is not None and is_shape else found
     if cause is not None:
         return cause.text, cause.reproduces, tried
     return _say_unknown(case, key, tried), False, tried
@@ -116,12 +116,21 @@ def _try_causes(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
         return None, [f"an explanation that failed ({describe_error(error)})"]
 
 
-def _find_dependence(case: Case, key: Key) -> tuple[str | None, list[str]]:
+def _rerun(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
+    """What runs of the models on other batches tell: what one ignores; or what it depends on, which proves no cause."""
     own = key._replace(part="attention") if key.part in ("mask", "scores") else key
-    keys = own, case.pairing.counterpart(own)
+    there = case.pairing.counterpart(own)
     device = next((p.device for p in case.models[0].parameters()), torch.device("cpu"))
     given = as_batch(case.batch, device, case.models[0])
-    return explain_dependence(case.models, (case.a, case.own), keys, given, case.budget(own), case.mode)
+    said, tried = explain_dependence(case.models, (case.a, case.own), (own, there), given, case.budget(own), case.mode)
+    tried = [f"dependence on {name}" for name in tried]
+    for one, keys, runs in ((case, (own, there), (case.a, case.own)), (case.mirrored(), (there, own), (case.own, case.a))):
+        trial = explain_run(one.models, runs, keys, given, case.budget(own), case.mode)
+        tried += [] if trial is None else trial.tried
+        if trial is not None and trial.best is not None:
+            best = trial.best if one is case else trial.best.mirrored()
+            return best if said is None else replace(best, text=f"{best.text} {said[0].upper()}{said[1:]}"), tried
+    return None if said is None else Cause(said, reproduces=False), tried
 
 
 def _find_cause(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
@@ -187,7 +196,7 @@ def _explain_call(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
 
 
 def _explain_point(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
-    a, b = case.tensors(key)
+    a, b = align(*case.tensors(key))
     if a.shape != b.shape and (a.numel() != b.numel() or a.ndim == b.ndim):
         trial = Trial(a, b, case.budget(key))
         explain_shapes(trial)

@@ -51,6 +51,10 @@ class Run:
     calls: dict[Key, Kept] = field(default_factory=dict)
     real: Tensor | None = None
 
+    def is_step(self, key: Key) -> bool:
+        """True for a place in a later forward of the model, and not for a module that one forward uses twice."""
+        return key.use > 0 and Key("in", "", key.use) in self.points
+
     @property
     def outputs(self) -> list[Tensor]:
         """What the model itself returned, once per forward."""

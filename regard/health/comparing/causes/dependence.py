@@ -1,18 +1,21 @@
-"""What a place depends on in one model and not in the other: later tokens, padding, other rows or documents, a text.
+"""Causes that no formula on A's tensors gives: what one model ignores, and what a place depends on in one alone.
 
-Part of the batch is changed, both models run again, and the place is looked at where nothing was changed. A cause that
-no formula on A's tensors gives is told by this: a leak from later tokens, padding that is read.
+A is run again without an argument, or with parameters of B, and must then give what B gives. Or part of the batch is
+changed, both models run again, and the place is looked at where nothing was changed: later tokens, padding, other rows
+or documents, a text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from regard.health.comparing.causes.trial import EXACT
+from regard.health.comparing.causes.modules import is_same
+from regard.health.comparing.causes.trial import EXACT, Trial
 from regard.health.comparing.difference import as_rows, change
 from regard.health.comparing.record import Key, Mode, Run, record
 from regard.health.tokens.forms import is_ids
@@ -27,6 +30,58 @@ class Probe(NamedTuple):
     batch: TokenBatch
     pick: Callable[[Tensor], Tensor | None]  # the unchanged part; None for a tensor of another form
     back: Callable[[Tensor], Tensor] = lambda x: x  # from the changed run's rows to the first run's
+
+
+def explain_run(
+    models: tuple[nn.Module, nn.Module], runs: tuple[Run, Run], keys: tuple[Key, Key], given: TokenBatch, budget: float,
+    mode: Mode,
+) -> Trial | None:  # fmt: skip
+    """Try A without each argument of the batch, and with B's parameters of the modules around; None without a place."""
+    a, b = (run.points.get(key) for run, key in zip(runs, keys, strict=True))
+    if a is None or b is None or a.shape != b.shape or not a.is_floating_point():
+        return None
+    trial = Trial(a, b, budget, keys[0].part, runs[0].real)
+
+    def again(batch: TokenBatch, values: Mapping[str, Tensor] | None = None) -> Tensor | None:
+        try:
+            with _replaced(models[0], values or {}):
+                return record(models[0], batch, mode=mode).points.get(keys[0])
+        except (IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return None  # the model takes no such batch
+
+    text = (given.key, given.decoder)
+    for name, x in given.named.items():
+        if isinstance(x, Tensor) and name not in text and x is not given.labels:
+            said = f"B ignores {name}: it gives what A gives without it."
+            trial.explains(f"A without {name}", lambda name=name: again(given.without(name)), said)
+    own, other = ({n: p for n, p in one.named_parameters() if _is_around(n, keys[0], one)} for one in models)
+    differs = {n: x for n, x in other.items() if n in own and not is_same(own[n], x)}
+    if differs:
+        shapes = [f"{n} {list(own[n].shape)} in A and {list(x.shape)} in B" for n, x in differs.items()]
+        said = f"B's parameters are other ones: {', '.join(shapes)}."
+        trial.explains("parameters of the modules around", lambda: again(given, differs), said)
+    return trial
+
+
+def _is_around(name: str, key: Key, model: nn.Module) -> bool:
+    """True for a parameter that a module around a place holds itself."""
+    holder = name.rpartition(".")[0]
+    inside = not holder or key.module == holder or key.module.startswith(f"{holder}.")
+    return inside and any(True for _ in model.get_submodule(holder).children())
+
+
+@contextlib.contextmanager
+def _replaced(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model with other parameters, perhaps of other shapes."""
+    places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], x) for name, x in values.items()]
+    before = [module._parameters[name] for module, name, _ in places]
+    try:
+        for module, name, x in places:
+            module._parameters[name] = nn.Parameter(x.detach(), requires_grad=False)
+        yield
+    finally:
+        for (module, name, _), x in zip(places, before, strict=True):
+            module._parameters[name] = x
 
 
 def explain_dependence(

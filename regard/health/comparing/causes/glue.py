@@ -49,6 +49,8 @@ def _try_pooling(trial: Trial, key: Key, run: Run) -> None:
         if x.ndim != 3 or not x.is_floating_point() or x.shape[::2] != trial.a.shape or x.shape[1] < 2:
             continue
         x, real = x.double(), run.real
+        if float((trial.a.double().norm(dim=-1) - 1).abs().max()) < 1e-3:
+            x = x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)  # as embeddings are
         if real is None or real.shape != x.shape[:2]:
             real = torch.ones(x.shape[:2], dtype=torch.bool)
         shown = real[..., None]
@@ -74,6 +76,7 @@ def _try_tokens(trial: Trial, run: Run, key: Key) -> None:
     if trial.a.ndim != 3:
         return
     for place, x in list(run.points.items())[: list(run.points).index(key)][: -NEAR - 1 : -1]:
+        x = x.expand(len(trial.a), *x.shape[-2:]) if x.ndim == 2 or (x.ndim == 3 and len(x) == 1) else x
         first = trial.a.shape[1] - x.shape[1] if x.ndim == 3 and x.is_floating_point() else -1
         if not 0 <= first <= 2 or x.shape[::2] != trial.a.shape[::2] or x.shape[1] < 3:
             continue

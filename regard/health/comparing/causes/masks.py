@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from regard.health.report.writer import fold_numbers
+
 OTHER = "a mask of another form"
 
 
@@ -54,6 +56,30 @@ def _describe_documents(shown: Tensor, allowed: Tensor, distance: Tensor) -> str
     return f"{'causal order within' if causal else 'all keys of'} documents, up to {most} in a sequence"
 
 
+def _say_starts(a: Tensor, b: Tensor, real: Tensor | None) -> str | None:
+    """Where documents or chunks begin, of two masks of documents that begin at other places."""
+    if a.shape[-2] != a.shape[-1] or not all("documents" in describe_mask(x, real) for x in (a, b)):
+        return None
+    cuts = [~(x | x.transpose(-1, -2)).diagonal(1, -2, -1).any(1) for x in (a, b)]  # [B, N − 1]
+    row = int((cuts[0] != cuts[1]).any(-1).int().argmax())
+    places = [", ".join(str(at + 1) for at in x[row].nonzero().flatten().tolist()[:8]) for x in cuts]
+    return f"documents or chunks begin at tokens {places[0]} of sequence {row} in A, at {places[1]} in B"
+
+
+def _say_hidden(a: Tensor, b: Tensor) -> str | None:
+    """Which keys each mask hides from every query, where that is all that differs."""
+    if a.shape[-2] != a.shape[-1]:
+        return None
+    hidden = [~x.any(-2, keepdim=True) for x in (a, b)]  # [B, H, 1, N]
+    either = hidden[0] | hidden[1]
+    own = torch.eye(a.shape[-1], dtype=torch.bool)  # a query may always see itself
+    if torch.equal(hidden[0], hidden[1]) or not torch.equal(a & ~either & ~own, b & ~either & ~own):
+        return None
+    row = int((hidden[0] != hidden[1]).flatten(1).any(1).int().argmax())
+    keys = [fold_numbers(x[row, 0, 0].nonzero().flatten().tolist()) or "none" for x in hidden]
+    return f"of sequence {row} keys {keys[0]} are hidden in A and keys {keys[1]} in B: the padding of another text, or moved"
+
+
 def _both_real(seen: Tensor, real: Tensor | None) -> Tensor:
     queries, keys = seen.shape[-2:]
     every = torch.ones(1, 1, queries, keys, dtype=torch.bool)
@@ -75,6 +101,8 @@ def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> tuple[str, bool]
     if not bool((a == b).any()):
         return "B's is A's inverted: each shows what the other hides", True
     texts = [describe_mask(x, real) for x in (a, b)]
+    if (starts := _say_starts(a, b, real)) is not None:
+        return starts, True
     if texts[0] != texts[1] and OTHER not in texts:
         return f"A's queries see {texts[0]}, B's {texts[1]}", True
     heads = differs.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
@@ -92,6 +120,8 @@ def explain_masks(a: Tensor, b: Tensor, real: Tensor | None) -> tuple[str, bool]
         if _is_moved(a, b, by):
             what = "padding mask is A's, moved" if by_key else "mask is A's with its keys moved"
             return f"B's {what} one place {'on' if by > 0 else 'back'}{where}", True
+    if (keys := _say_hidden(a, b)) is not None:
+        return keys, True
     if texts[0] != texts[1] and where == "":
         return f"A's queries see {texts[0]}, B's {texts[1]}", True
     more, fewer = int((b & ~a & differs).sum()), int((a & ~b & differs).sum())

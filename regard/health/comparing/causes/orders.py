@@ -211,6 +211,10 @@ def say_order(order: Tensor) -> str:
             return f": [{view.shape[0]}, {view.shape[1]}] is read as [{view.shape[1]}, {view.shape[0]}], as height and width"  # noqa: E501
         what = ", as windows or patches are cut" if view.order == (0, 2, 1, 3) else ""
         return f": {view} of [{count}]{what}"
+    for by in (1, -1):
+        if torch.equal(order, at.roll(by)):
+            first = "the last is the first" if by > 0 else "the first is the last"
+            return f": {first}"
     for by in (2, 3, 4):
         if count % by == 0 and any(torch.equal(order, at.roll(n * count // by)) for n in range(1, by)):
             return f": parts of a stacked matrix are exchanged ({by} parts)"

@@ -58,7 +58,9 @@ def explain_part(pair: Pair, part: str, run: Run, key: Key) -> Trial:
         trial.explains("order of grouped heads", candidate, (
             f"B repeats {said[0]} where A repeats {said[1]} (repeat, repeat_interleave)."
         ))  # fmt: skip
-    if part != "v":
+    if part == "v":
+        _try_values(trial, a, b)
+    else:
         _try_rotations(trial, a, b, run, key)
     if part != "v" and a.ndim == 4 and not trial.found:
         each = (a * b).double().sum((0, 1, 3)) / a.double().square().sum((0, 1, 3)).clamp_min(1e-30)
@@ -68,7 +70,9 @@ def explain_part(pair: Pair, part: str, run: Run, key: Key) -> Trial:
                 f"B's are A's times a number by position, {float(each.min()):.4g} to {float(each.max()):.4g}: a "
                 "temperature or scale that follows the position."
             ))  # fmt: skip
-    if key.use and part != "q" and not trial.found:
+    if part != "q" and not trial.found:
+        _try_other_calls(trial, part, run, key)
+    if run.is_step(key) and part != "q" and not trial.found:
         _try_cache(trial, part, pair, run, key)
     if not trial.found:
         explain_generally(trial)
@@ -106,6 +110,8 @@ def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> No
                     return
         by_head = rotary.rotate(before.transpose(1, 2), own).transpose(1, 2)
         trial.explains("rotary positions by head", by_head, "B turns it by the head's number, not the token's.")
+        for sentence, mixed in rotary.mix_layouts(before, own):
+            trial.explains("layout of the angles", mixed, sentence)
         for what, rounded in rotary.round_rotations(before, own):
             trial.explains("rounded angles", rounded, f"B rounds {what}.")
         for name, source in _normed(before):
@@ -113,7 +119,7 @@ def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> No
             trial.explains("QK-norm added", normed, f"B norms queries and keys ({name}) where A does not.")
     for name, source in _normed(a):
         trial.explains("QK-norm after rotary", source, f"B norms queries and keys ({name}) after rotary positions.")
-    if key.use:
+    if run.is_step(key):
         _try_step(trial, a, b, run, key)
     if trial.found:
         return
@@ -128,6 +134,28 @@ def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> No
             else "B turns it by other angles than A: rotary positions of another base, scaling, pairing or none."
         )
         trial.explains("other angles", rotary.rotate(a, turned), sentence, True)
+    _try_angles(trial, a, b)
+
+
+def _try_angles(trial: Trial, a: Tensor, b: Tensor) -> None:
+    """Another angle for each token and pair, alike in all heads: positions of other axes, or of some tokens alone."""
+    for style in rotary.STYLES if not trial.found and a.ndim == 4 else ():
+        angle = rotary.recover_angles(a, b, style, trial.tolerance)
+        if angle is not None:
+            apart = angle.abs() > 1e-3
+            tokens, pairs = (apart.any(dim=dim).any(0).nonzero().flatten().tolist() for dim in (-1, -2))
+            trial.explains("angles of some tokens", rotary.turn_by(a, angle, style), (
+                f"B turns pairs {fold_numbers(pairs)} of tokens {fold_numbers(tokens)} by other angles: rotary positions "
+                "of other axes (sections of M-RoPE, rows and columns), or of these tokens."
+            ), True)  # fmt: skip
+
+
+def _try_values(trial: Trial, a: Tensor, b: Tensor) -> None:
+    turned = rotary.recover(a, b, max(rotary.FITS, trial.tolerance))
+    if turned is not None and float(turned.omega.abs().max()) > 1e-3:
+        trial.explains("rotary positions of values", rotary.rotate(a, turned), (
+            "B rotates the values by their positions; rotary positions belong to queries and keys alone."
+        ))  # fmt: skip
 
 
 def explain_turned(trial: Trial) -> None:
@@ -145,7 +173,7 @@ def explain_turned(trial: Trial) -> None:
 
 
 def _try_step(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
-    """A decoding step: the angle between new vectors as a number of positions, by the prompt's angles."""
+    """A decoding step: cached keys that are rotated again, or new vectors some positions on, by the prompt's angles."""
     first, new = key._replace(use=0), run.points[key._replace(part="q")].shape[-2]
     for part in ("q", "k"):
         prompt = run.points.get(first._replace(part=part))
@@ -155,6 +183,11 @@ def _try_step(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
             own = rotary.recover(before, prompt)
             if own is None:
                 continue
+            again = torch.cat([rotary.rotate(a[..., :-new, :], own), a[..., -new:, :].double()], -2)
+            if trial.explains("cached keys rotated again", again, (
+                "B rotates the keys in the cache again at each step: they are kept rotated, and rotated when they are read."
+            )):  # fmt: skip
+                return
             for by in range(-64, 65):
                 turn = rotary.Rotary(own.style, own.width, own.omega, float(by), 1.0, torch.zeros(new))
                 candidate = torch.cat([a[..., :-new, :].double(), rotary.rotate(a[..., -new:, :], turn)], -2)
@@ -164,6 +197,17 @@ def _try_step(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
                         "positions do not go on from the cache."
                     ))  # fmt: skip
                     return
+
+
+def _try_other_calls(trial: Trial, part: str, run: Run, key: Key) -> None:
+    """Are B's keys or values those of another call in A, as where layers share them?"""
+    for at, other in run.calls.items():
+        x = getattr(other, part)
+        if at != key and x.shape == trial.b.shape and run.is_step(at) == run.is_step(key):
+            name = f"the call number {list(run.calls).index(at)}" if at.module == key.module else at.module
+            said = f"B takes those of {name}, which A does not: layers that share keys and values."
+            if trial.explains("those of another layer", x, said):
+                return
 
 
 def _try_cache(trial: Trial, part: str, pair: Pair, run: Run, key: Key) -> None:

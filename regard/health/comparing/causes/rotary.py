@@ -113,6 +113,36 @@ def round_rotations(x: Tensor, rotary: Rotary) -> Iterator[tuple[str, Tensor]]:
             yield f"{what} to {name}", join_pairs(rotary.factor * z * turn, rest, rotary.style)
 
 
+def mix_layouts(x: Tensor, rotary: Rotary) -> Iterator[tuple[str, Tensor]]:
+    """x·cos + rot(x)·sin with one pairing in rot and the other in the order of cos and sin, each with its name."""
+    n, r, rest = x.shape[-2], rotary.width, x[..., rotary.width :].double()
+    at = (torch.arange(n).double() if rotary.positions is None else rotary.positions.double()) + rotary.offset
+    angle = at[:, None] * rotary.omega.double()
+    tables = {"halves": torch.cat([angle, angle], -1), "pairs": angle.repeat_interleave(2, -1)}
+    for one, other in (STYLES, STYLES[::-1]):
+        z = split_pairs(x, one, r)
+        turned = join_pairs(torch.complex(-z.imag, z.real), rest, one)[..., :r]
+        mixed = x[..., :r].double() * tables[other].cos() + turned * tables[other].sin()
+        said = f"B rotates {_name_style(one)} with the angles of {_name_style(other)}: cos and sin are laid out otherwise"
+        yield f"{said} than rotate_half takes them.", torch.cat([rotary.factor * mixed, rest], -1)
+
+
+def recover_angles(a: Tensor, b: Tensor, style: str, tolerance: float) -> Tensor | None:
+    """Angles [B, N, D/2] that take a [B, H, N, D] to b, alike in all heads; None if no such rotation does."""
+    if a.shape != b.shape or a.shape[1] < 2 or a.shape[-1] % 2:
+        return None
+    x, y = (split_pairs(one, style, one.shape[-1]) for one in (a, b))
+    angle = (y * x.conj()).sum(1).angle()
+    gone = (x * torch.polar(torch.ones_like(angle), angle)[:, None] - y).norm()
+    return angle if float(gone) <= tolerance * float(y.norm()) else None
+
+
+def turn_by(x: Tensor, angle: Tensor, style: str) -> Tensor:
+    """x [B, H, N, D] with its pairs turned by angles [B, N, D/2]."""
+    z = split_pairs(x, style, x.shape[-1]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return join_pairs(z, x[..., x.shape[-1] :], style)
+
+
 def recover(before: Tensor, after: Tensor, tolerance: float = FITS) -> Rotary | None:
     """The rotation that takes `before` to `after`, both [B, H, N, D]; None if there is none."""
     if before.shape != after.shape or before.shape[-2] < 3:
@@ -213,4 +243,8 @@ def explain_rotation(a: Rotary, b: Rotary) -> tuple[str, str]:
 
 
 def _say_style(one: Rotary) -> str:
-    return "halves (j, j + r/2)" if one.style == "halves" else "pairs (2j, 2j + 1)"
+    return _name_style(one.style)
+
+
+def _name_style(style: str) -> str:
+    return "halves (j, j + r/2)" if style == "halves" else "pairs (2j, 2j + 1)"

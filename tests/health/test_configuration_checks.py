@@ -144,12 +144,12 @@ MISTAKES = [
     ("llama", "", None),
     ("gemma2", "", None),
     ("gpt_oss", "", None),
-    ("llama", "no mask", "ignores the mask"),
-    ("llama", "repeat", "a, b, a, b"),
-    ("llama", "twice the scale", "2 times the scale"),
-    ("gemma2", "no soft cap", "ignores the soft cap"),
-    ("gpt_oss", "no sinks", "ignores the sinks"),
-    ("mistral", "window", "window is one key more"),
+    ("llama", "no mask", "queries see causal order, the model's all keys"),
+    ("llama", "repeat", "repeats whole groups where the call repeats each head"),
+    ("llama", "twice the scale", "Logits × 2.0000 in the model"),
+    ("gemma2", "no soft cap", "in the call, none in the model"),
+    ("gpt_oss", "no sinks", "The model leaves out the call's sinks"),
+    ("mistral", "window", "window of"),
     ("llama", "over queries", "softmax over the queries"),
 ]
 

@@ -102,14 +102,15 @@ def replaced(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
 
 def list_repairs(trial: Trial) -> Iterator[WeightRepair]:
     """The repairs of every layer alike that fit the shapes of the model's weights."""
-    roles = find_roles(trial)
-    yield from list_inner_repairs(trial, {role: members for role, members in roles.items() if "#" in role})
+    roles = find_roles(trial.part)
+    inner = {role: members for role, members in roles.items() if "#" in role}
+    yield from list_inner_repairs(inner, sizes_of(trial))
     yield from list_position_repairs(trial)
 
 
 def list_position_repairs(trial: Trial) -> Iterator[WeightRepair]:
     """Tables of positions that are read some rows off, or multiplied."""
-    for role, members in find_roles(trial).items():
+    for role, members in find_roles(trial.part).items():
         if POSITIONS.search(role) and members[0][1].ndim == 2 and min(members[0][1].shape) > 1:
             for step in (1, -1, 2, -2):
                 way = "late" if step < 0 else "early"
@@ -122,40 +123,47 @@ def list_position_repairs(trial: Trial) -> Iterator[WeightRepair]:
                 )
 
 
-def find_roles(trial: Trial) -> dict[str, list[tuple[str, Tensor]]]:
+def find_roles(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
     """The parameters of one name but for the layer's number, "layers.#.attn.q.weight"."""
     roles: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, p in trial.part.named_parameters():
+    for name, p in model.named_parameters():
         if p.is_floating_point() and not p.is_meta:
             roles[NUMBER.sub("#", name)].append((name, p))
     return roles
 
 
-def list_inner_repairs(trial: Trial, inner: dict[str, list[tuple[str, Tensor]]]) -> Iterator[WeightRepair]:
-    """The repairs of these weights of layers."""
+def sizes_of(trial: Trial) -> tuple[int, int, int] | None:
+    """Heads, key-value heads and the width of a head, by the first attention call."""
     one = next(iter(trial.captured[1].values()), None)
+    return None if one is None else (one.q.shape[1], one.k.shape[1], one.q.shape[-1])
+
+
+def list_inner_repairs(
+    inner: dict[str, list[tuple[str, Tensor]]], sizes: tuple[int, int, int] | None
+) -> Iterator[WeightRepair]:
+    """The repairs of these weights of layers; `sizes` are of its heads."""
     for role, members in inner.items():
         w = members[0][1]
         if w.ndim == 2 and w.shape[0] == w.shape[1]:
             yield on_all(f"{role} is transposed", members, lambda x: x.T)
     yield from list_exchanges(inner)
     yield from list_norms(inner)
-    if one is not None:
-        heads, d = one.q.shape[1], one.q.shape[-1]
+    if sizes is not None:
+        heads, groups, d = sizes
         yield from list_orders(inner, heads, d)
-        yield from list_groupings(inner, heads, one.k.shape[1])
+        yield from list_groupings(inner, heads, groups)
         yield from list_pairings(inner, heads, d)
 
 
 def list_repairs_of_one_layer(trial: Trial) -> Iterator[WeightRepair]:
     """The repairs of one layer alone: the first of every layer, then the second, …"""
     layers: dict[str, dict[str, list]] = defaultdict(dict)
-    for role, members in find_roles(trial).items():
+    for role, members in find_roles(trial.part).items():
         for name, p in members if "#" in role else ():
             layers[LAYER.match(name)[0]].setdefault(role, []).append((name, p))  # type: ignore[index]
     if len(layers) < 2:
         return
-    listed = [list(list_inner_repairs(trial, inner)) for inner in layers.values()]
+    listed = [list(list_inner_repairs(inner, sizes_of(trial))) for inner in layers.values()]
     for repairs in zip_longest(*listed):
         for layer, repair in zip(layers, repairs, strict=True):
             if repair is not None:

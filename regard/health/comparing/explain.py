@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.health.checks.weight_repairs import MOST_WEIGHTS, find_roles, list_inner_repairs
 from regard.health.comparing.blocks import Pairing
 from regard.health.comparing.causes.attention import explain_attention
 from regard.health.comparing.causes.dependence import explain_dependence, explain_run
@@ -15,7 +16,7 @@ from regard.health.comparing.causes.generic import SHAPES, explain_generally, ex
 from regard.health.comparing.causes.glue import explain_glue
 from regard.health.comparing.causes.guesses import Pair
 from regard.health.comparing.causes.losses import explain_loss
-from regard.health.comparing.causes.modules import explain_module
+from regard.health.comparing.causes.modules import explain_module, is_same
 from regard.health.comparing.causes.queries import explain_inputs, explain_turned
 from regard.health.comparing.causes.trial import EXACT, Cause, Trial
 from regard.health.comparing.difference import align, change
@@ -124,7 +125,8 @@ def _rerun(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
     given = as_batch(case.batch, device, case.models[0])
     said, tried = explain_dependence(case.models, (case.a, case.own), (own, there), given, case.budget(own), case.mode)
     tried = [f"dependence on {name}" for name in tried]
-    for one, keys, runs in ((case, (own, there), (case.a, case.own)), (case.mirrored(), (there, own), (case.own, case.a))):
+    for one in (case, case.mirrored()):
+        keys, runs = ((own, there), (case.a, case.own)) if one is case else ((there, own), (case.own, case.a))
         trial = explain_run(one.models, runs, keys, given, case.budget(own), case.mode)
         tried += [] if trial is None else trial.tried
         if trial is not None and trial.best is not None:
@@ -189,8 +191,9 @@ def _explain_call(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
         return explain_inputs(pair, inputs, case.a, at)
     pair.budget = case.budget(at)
     if pair.a.output.shape != pair.b.output.shape:
-        shapes = f"{list(pair.a.output.shape)} in A, {list(pair.b.output.shape)} in B"
-        return Cause(f"the attention's outputs have other shapes: {shapes}.", SHAPES, True, reproduces=False), ["shapes"]
+        said = f"{list(pair.a.output.shape)} in A, {list(pair.b.output.shape)} in B"
+        said = f"the attention's outputs have other shapes: {said}."
+        return Cause(said, SHAPES, is_vague=True, reproduces=False), ["shapes"]
     trial = explain_attention(pair)
     return trial.best, trial.tried
 
@@ -202,6 +205,7 @@ def _explain_point(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
         explain_shapes(trial)
         return trial.best, trial.tried
     found, tried = _explain_hidden(case, key, a, b)
+    found = found if found is not None or not case.pairing.same_code else _find_repair(case, key)
     if found is not None:
         return found, tried
     units = "patches" if _is_of_image(case, key) else "heads"
@@ -247,6 +251,27 @@ def _explain_hidden(case: Case, key: Key, a: Tensor, b: Tensor) -> tuple[Cause |
             trial = explain_attention(Pair(kept, hidden, case.budget(key), case.a.real, case.numbers()))
             return trial.best, trial.tried
     return None, []
+
+
+def _find_repair(case: Case, key: Key) -> Cause | None:
+    """A mistake of a conversion that `regard.check` knows, which takes the weights of one model to the other's."""
+    models: list[dict[str, Tensor]] = [dict(one.named_parameters()) for one in case.models]
+    blamed = {name for name in models[0] if name.rpartition(".")[0] == key.module}
+    if not any(name in models[1] and not is_same(models[0][name], models[1][name]) for name in blamed):
+        return None
+    call = next(iter(case.a.calls.values()), None)
+    sizes = None if call is None else (call.q.shape[1], call.k.shape[1], call.q.shape[-1])
+    for model, other, a, b in ((*case.models, "A", "B"), (*case.models[::-1], "B", "A")):
+        if sum(p.numel() for p in model.parameters()) > MOST_WEIGHTS:
+            return None
+        inner = {role: members for role, members in find_roles(model).items() if "#" in role}
+        there = dict(other.named_parameters())
+        for repair in list_inner_repairs(inner, sizes):
+            values = repair.values()
+            if blamed & values.keys() and all(n in there and is_same(x, there[n]) for n, x in values.items()):
+                said = f"Held to {b}'s weights, in {a} {repair.meaning[0].lower()}{repair.meaning[1:]}"
+                return Cause(f"{said}: with that undone both are equal.", frozenset({"weights"}))
+    return None
 
 
 def _list_others(model: nn.Module, one: nn.Module) -> dict[str, nn.Module]:

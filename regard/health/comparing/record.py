@@ -199,7 +199,7 @@ def name_outputs(output: Any) -> dict[int | str, Tensor]:
     if isinstance(output, (tuple, list)):  # of transformers or nanoGPT: a loss may come first or last
         ordered = sorted(main, key=lambda x: x.ndim == 0)
         return {"loss" if number and x.ndim == 0 else number: x for number, x in enumerate(ordered)}
-    named = output if isinstance(output, Mapping) else {"loss": getattr(output, "loss", None)}
+    named: Mapping[str, Any] = output if isinstance(output, Mapping) else {"loss": getattr(output, "loss", None)}
     found: dict[int | str, Tensor] = dict(enumerate(main[:1]))
     return found | {name: x for name, x in named.items() if _is_real(x) and not any(x is one for one in main[:1])}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ def explain_run(
     for name, x in given.named.items():
         if isinstance(x, Tensor) and name not in text and x is not given.labels:
             said = f"B ignores {name}: it gives what A gives without it."
-            trial.explains(f"A without {name}", lambda name=name: again(given.without(name)), said)
+            trial.explains(f"A without {name}", partial(again, given.without(name)), said)
     own, other = ({n: p for n, p in one.named_parameters() if _is_around(n, keys[0], one)} for one in models)
     differs = {n: x for n, x in other.items() if n in own and not is_same(own[n], x)}
     if differs:
@@ -74,14 +75,14 @@ def _is_around(name: str, key: Key, model: nn.Module) -> bool:
 def _replaced(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with other parameters, perhaps of other shapes."""
     places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], x) for name, x in values.items()]
-    before = [module._parameters[name] for module, name, _ in places]
+    before: list[nn.Parameter | None] = [module._parameters[name] for module, name, _ in places]
     try:
         for module, name, x in places:
             module._parameters[name] = nn.Parameter(x.detach(), requires_grad=False)
         yield
     finally:
-        for (module, name, _), x in zip(places, before, strict=True):
-            module._parameters[name] = x
+        for (module, name, _), own in zip(places, before, strict=True):
+            module._parameters[name] = own
 
 
 def explain_dependence(

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from regard.health.comparing.causes.generic import explain_generally
-from regard.health.comparing.causes.orders import say_order
 from regard.health.comparing.causes.modules import ACTIVATIONS
-from regard.health.comparing.causes.trial import PASSED_ON, Trial, fit_factor, name_factor
+from regard.health.comparing.causes.orders import say_order
+from regard.health.comparing.causes.trial import Trial, fit_factor, name_factor
 from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Run
 
@@ -37,7 +37,7 @@ def explain_glue(trial: Trial, key: Key, run: Run, numbers: dict[str, float]) ->
     if trial.found:
         return
     for place, x in before:
-        trial.explains(PASSED_ON, x, f"B passes on {_name(place)} as it is, which A changes.")
+        trial.explains("another input", x, f"B passes on {_name(place)} as it is, which A changes.", is_vague=True)
     _try_tokens(trial, run, key)
     for (place, x), (other, y) in itertools.permutations(before[:NEAREST], 2):
         trial.explains("another summand", a + x - y, f"B adds {_name(place)} where A adds {_name(other)}.")
@@ -86,7 +86,7 @@ def _try_tokens(trial: Trial, run: Run, key: Key) -> None:
             moved = torch.cat([trial.b[:, :first].double(), x.double() + own[:, order]], 1)
             trial.explains("tokens in another order", moved, (
                 f"B adds to {_name(place)} what A adds to other tokens, as position embeddings in another "
-                f"order{say_order(order)}."
+                f"order{say_order(order, tokens=True)}."
             ))  # fmt: skip
 
 

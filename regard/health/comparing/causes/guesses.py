@@ -72,6 +72,15 @@ def _orders(pair: Pair, s: Tensor, target: Tensor) -> Iterator[Guess]:
         if order is not None:
             said = f"the weights of B's heads are A's in the order {order}, and its values are not."
             yield "weights of heads in another order", a.weigh(s[:, order]) @ a.values(), said
+    if a.k.shape == a.v.shape:
+        k, v = a.k.double(), a.v.double()
+        yield "keys for values", a.change(v=k).compute(), "B multiplies the weights by the keys, not the values."
+        yield "keys and values exchanged", a.change(k=v, v=k).compute(), "k and v are exchanged in B."
+    if a.k.shape[1] > 1:
+        one = a.change(k=a.k[:, :1], v=a.v[:, :1]).compute()
+        yield "one head for all", one, "B takes the first head of keys and values for all queries."
+        back = a.change(k=a.k.flip(1)).compute()
+        yield "key heads in reverse", back, "B pairs queries with the heads of keys in reverse order."
     group = a.q.shape[1] // a.k.shape[1]
     if group > 1:
         k, v = a.k.double().repeat(1, group, 1, 1), a.v.double().repeat(1, group, 1, 1)
@@ -180,6 +189,7 @@ def _normalizers(a: Kept, s: Tensor) -> Iterator[Guess]:
             plain = a.change(choice=normalizers.get(name), sink=None)
             yield "normaliser", plain.compute(), f"B's output is that of the normaliser {name}."
     v, seen = a.values(), a.seen()
+    yield "no softmax", s.masked_fill(~seen, 0.0) @ v, "B multiplies values by the logits: it has no softmax."
     for hidden in (-torch.inf, torch.finfo(torch.float32).min):
         for dim, said in ((-2, "queries"), (1, "heads"), (0, "sequences")):
             p = torch.softmax(s.masked_fill(~seen, hidden), dim).nan_to_num()

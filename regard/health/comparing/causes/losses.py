@@ -1,6 +1,6 @@
 """Why two models that give the same logits give other losses: which labels their rows are trained on, and how much.
 
-The gradient of a loss Σ wᵢ·CE(zᵢ, yᵢ) by the logits is wᵢ·(softmax(zᵢ) − yᵢ). It tells the label and the weight of every
+The gradient of a loss Σ wᵢ·CE(zᵢ, yᵢ) by the logits is wᵢ·(softmax(zᵢ) − yᵢ). It tells the label and the weight of each
 row, however the loss is written.
 """
 
@@ -45,7 +45,7 @@ class Rows:
 
 def read_rows(model: nn.Module, run: Callable[[nn.Module], object]) -> Rows | None:
     """The rows of a model's loss, by its gradient; None if it is no cross entropy of its logits."""
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    frozen: list[Tensor] = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     try:
         for p in frozen:
             p.requires_grad_(True)
@@ -69,7 +69,7 @@ def read_rows(model: nn.Module, run: Callable[[nn.Module], object]) -> Rows | No
     weight = (others * (p - mean_p) * (g - mean_g)).sum(-1) / spread.clamp_min(1e-300)
     weight = weight.where(g.abs().amax(-1) > 1e-9 * g.abs().max(), 0.0)
     rest = ((weight[:, None] * p - g) * others).sum() / (weight * (others.sum(-1) / p.shape[-1])).sum()
-    found = Rows(float(loss), weight, label, max(round(float(rest), 4), 0.0), z)
+    found = Rows(float(loss.detach()), weight, label, max(round(float(rest), 4), 0.0), z)
     return found if abs(found.compute(z) - found.loss) <= NEAR * max(abs(found.loss), NEAR) else None
 
 
@@ -99,12 +99,11 @@ def explain_loss(
 def _say_labels(a: Rows, b: Rows, both: Tensor, given: TokenBatch) -> list[str]:
     if not bool(both.any()) or bool((a.label == b.label)[both].all()):
         return []
-    offsets = [_find_offset(one, given) for one in (a, b)]
-    if offsets[0] is None or offsets[1] is None or offsets[0] == offsets[1]:
+    first, second = (_find_offset(one, given) for one in (a, b))
+    if first is None or second is None or first == second:
         return [f"{int((a.label != b.label)[both].sum())} of {int(both.sum())} rows are trained on other labels"]
-    more = abs(offsets[0] - offsets[1])
-    which = "A" if offsets[0] > offsets[1] else "B"
-    places = [f"labels[i {'+' if n >= 0 else '−'} {abs(n)}] in {name}" for name, n in zip("AB", offsets, strict=True)]
+    which, more = "A" if first > second else "B", abs(first - second)
+    places = [f"labels[i {'+' if n >= 0 else '−'} {abs(n)}] in {name}" for name, n in (("A", first), ("B", second))]
     return [f"row i is trained on {' and on '.join(places)}: {which} shifts the labels {more} more"]
 
 
@@ -159,4 +158,3 @@ def _say_weight(rows: Rows) -> str:
     if abs(weight * count - 1) < NEAR:
         return f"1/{count}, the mean over the rows that count,"
     return "1, the sum," if abs(weight - 1) < NEAR else f"1/{1 / weight:.6g}" if abs(weight) < 1 else f"{weight:.6g}"
-

@@ -77,7 +77,8 @@ def _say_hidden(a: Tensor, b: Tensor) -> str | None:
         return None
     row = int((hidden[0] != hidden[1]).flatten(1).any(1).int().argmax())
     keys = [fold_numbers(x[row, 0, 0].nonzero().flatten().tolist()) or "none" for x in hidden]
-    return f"of sequence {row} keys {keys[0]} are hidden in A and keys {keys[1]} in B: the padding of another text, or moved"
+    said = f"of sequence {row} keys {keys[0]} are hidden in A and keys {keys[1]} in B"
+    return f"{said}: the padding of another text, or moved"
 
 
 def _both_real(seen: Tensor, real: Tensor | None) -> Tensor:
@@ -174,7 +175,13 @@ def other_masks(
         yield "causal order aligned at the first key", every & (top >= 0)
     yield "strictly earlier keys", every & (bottom > 0)
     yield "one key ahead", seen | (every & (bottom == -1))
+    before, after = (torch.roll(seen, by, -1) for by in (-1, 1))
+    before[..., -1], after[..., 0] = False, True
+    yield "a window of one key more", seen | before
+    yield "a window of one key fewer", seen & after
     yield "the mask inverted", ~seen
+    if len(seen) > 1:
+        yield "the first sequence's mask", seen[:1].expand_as(seen)
     if queries == keys:
         yield "the mask transposed", seen.transpose(-1, -2)
     reach = bottom.expand(seen.shape)[seen]

@@ -158,7 +158,7 @@ def _try_tokens(trial: Trial, a: Tensor, b: Tensor) -> None:
     if n <= MOST_TOKENS:
         own, other = (x.transpose(0, -2).reshape(n, -1) for x in (a, b))
         order = torch.cdist(other, own).argmin(1)
-        said = f"B's tokens are A's in another order{say_order(order)}."
+        said = f"B's tokens are A's in another order{say_order(order, tokens=True)}."
         if torch.equal(order, torch.arange(n).flip(0)):
             said = "B's tokens are A's in reverse order."
         elif torch.allclose(other, other.flip(0), atol=1e-6):
@@ -189,11 +189,11 @@ def _say_shift(order: Tensor, count: int, width: int) -> str:
             if torch.equal(rolled, by):
                 shifts = [n - size * (2 * n > size) for n in (down, right)]
                 return f": the image is shifted by {shifts[0]} rows and {shifts[1]} columns more"
-    return say_order(order)
+    return say_order(order, tokens=True)
 
 
-def say_order(order: Tensor) -> str:
-    """What an order of rows or features is known as, of all or within each head.
+def say_order(order: Tensor, tokens: bool = False) -> str:
+    """What an order of rows, features or tokens is known as, of all or within each head.
 
     >>> from regard.health.comparing.causes.orders import say_order
     >>> say_order(torch.tensor([0, 2, 1, 3, 4, 6, 5, 7]))
@@ -205,12 +205,10 @@ def say_order(order: Tensor) -> str:
     view = find_view(order) if len(set(order.tolist())) == count else None
     if view is not None and not view.turned:
         inner = view.shape[-2:] if view.order[-2:] == (len(view.shape) - 1, len(view.shape) - 2) else ()
-        if len(view.order) in (2, 3) and 2 in inner:
+        if not tokens and len(view.order) in (2, 3) and 2 in inner:
             return ": halves and interleaved pairs are exchanged"
-        if len(view.order) == 2:
-            return f": [{view.shape[0]}, {view.shape[1]}] is read as [{view.shape[1]}, {view.shape[0]}], as height and width"  # noqa: E501
-        what = ", as windows or patches are cut" if view.order == (0, 2, 1, 3) else ""
-        return f": {view} of [{count}]{what}"
+        known = {(1, 0): ", as height and width", (0, 2, 1, 3): ", as windows or patches are cut"}
+        return f": {view} of [{count}]{known.get(view.order, '')}"
     for by in (1, -1):
         if torch.equal(order, at.roll(by)):
             first = "the last is the first" if by > 0 else "the first is the last"

@@ -145,8 +145,8 @@ def _try_angles(trial: Trial, a: Tensor, b: Tensor) -> None:
             apart = angle.abs() > 1e-3
             tokens, pairs = (apart.any(dim=dim).any(0).nonzero().flatten().tolist() for dim in (-1, -2))
             trial.explains("angles of some tokens", rotary.turn_by(a, angle, style), (
-                f"B turns pairs {fold_numbers(pairs)} of tokens {fold_numbers(tokens)} by other angles: rotary positions "
-                "of other axes (sections of M-RoPE, rows and columns), or of these tokens."
+                f"B turns pairs {fold_numbers(pairs)} of tokens {fold_numbers(tokens)} by other angles: rotary "
+                "positions of other axes (sections of M-RoPE, rows and columns), or of these tokens."
             ), True)  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def _try_step(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
                 continue
             again = torch.cat([rotary.rotate(a[..., :-new, :], own), a[..., -new:, :].double()], -2)
             if trial.explains("cached keys rotated again", again, (
-                "B rotates the keys in the cache again at each step: they are kept rotated, and rotated when they are read."
+                "B rotates the keys in the cache again at each step: they are kept rotated, and rotated when read."
             )):  # fmt: skip
                 return
             for by in range(-64, 65):
@@ -207,6 +207,10 @@ def _try_other_calls(trial: Trial, part: str, run: Run, key: Key) -> None:
             name = f"the call number {list(run.calls).index(at)}" if at.module == key.module else at.module
             said = f"B takes those of {name}, which A does not: layers that share keys and values."
             if trial.explains("those of another layer", x, said):
+                return
+            new = other.shape[2]
+            cached = torch.cat([x[:, :, :-new], trial.a[:, :, -new:]], 2) if run.is_step(at) else None
+            if trial.explains("the cache of another layer", cached, f"B reads the cache of {name}, A its own."):
                 return
 
 

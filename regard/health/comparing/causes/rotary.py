@@ -123,8 +123,11 @@ def mix_layouts(x: Tensor, rotary: Rotary) -> Iterator[tuple[str, Tensor]]:
         z = split_pairs(x, one, r)
         turned = join_pairs(torch.complex(-z.imag, z.real), rest, one)[..., :r]
         mixed = x[..., :r].double() * tables[other].cos() + turned * tables[other].sin()
-        said = f"B rotates {_name_style(one)} with the angles of {_name_style(other)}: cos and sin are laid out otherwise"
-        yield f"{said} than rotate_half takes them.", torch.cat([rotary.factor * mixed, rest], -1)
+        said = f"B rotates {_name_style(one)} with the angles of {_name_style(other)}"
+        yield (
+            f"{said}: cos and sin are laid out in another way than x is rotated.",
+            torch.cat([rotary.factor * mixed, rest], -1),
+        )
 
 
 def recover_angles(a: Tensor, b: Tensor, style: str, tolerance: float) -> Tensor | None:

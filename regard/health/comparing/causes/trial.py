@@ -14,7 +14,6 @@ from regard.health.comparing.difference import change
 
 EXACT = 2e-5  # relative error of what is computed again from float32 tensors
 CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)  # soft caps of logits in use
-PASSED_ON = "another input"  # what was tried where one model passes on what the other changes
 CLEARLY = 4.0  # times closer than A's own: below that, an explanation explains too little
 
 
@@ -36,9 +35,14 @@ class Cause:
     left: float = 0.0
     reproduces: bool = True
 
+    def with_names(self, a: str, b: str) -> str:
+        """The sentence with other words for A and B."""
+        said = re.sub(r"\b[AB]\b", lambda found: b if found[0] == "B" else a, self.text)
+        return said[:1].upper() + said[1:]
+
     def mirrored(self) -> Cause:
-        """The same with A and B exchanged; that A passes on what B changes does not say how."""
-        return replace(self, text=exchange_letters(self.text), is_vague=self.is_vague or PASSED_ON in self.kinds)
+        """The same with A and B exchanged."""
+        return replace(self, text=exchange_letters(self.text))
 
 
 @dataclass

@@ -19,7 +19,7 @@ from types import ModuleType
 
 from regard.health.checks.finding import Finding, HeadList, Heads, Layers, sort_findings
 from regard.health.checks.rule import SEVERITIES, NotApplicable, NothingToCheck, Rule
-from regard.health.mixers.reading import MixerReading
+from regard.health.mixers import MixerReading
 
 __all__ = [
     "SEVERITIES", "Finding", "NotApplicable", "NothingToCheck", "Rule", "find_all", "kinds", "modules", "rule_of",

@@ -34,5 +34,4 @@ def find(heads: Heads) -> list[Finding]:
         RULE, "warning", [(head, len(head.twins)) for head in found],
         f"Two heads have the same distribution in every row: {', '.join(listed)}.",
         f"squared difference < {TWINS:g} of the rows' variance in each of four features",
-        "Remove one of each pair, or check that their weights were not tied or initialised alike.",
     )  # fmt: skip

@@ -13,7 +13,7 @@ RULE = Rule(
     "warning", needs="layers with weights of their own",
     proves="Proves that all weights of two attention modules are equal.",
     cause="A conversion read one layer twice.",
-    fix="Check the names in the conversion of weights.",
+    fix="Check the names in the conversion of weights: one layer was read twice.",
     explains=("RG24", "RG8"),
 )  # fmt: skip
 RULES = (RULE,)
@@ -43,7 +43,6 @@ def check(trial: Trial) -> list[Finding]:
         RULE, "warning", [key for group in repeated for key in group],
         f"Layers hold the same weights: {listed}.",
         "all weights of two attention modules equal, and not those of every other layer",
-        "Check the names in the conversion of weights: one layer was read twice.",
     )  # fmt: skip
 
 

@@ -32,6 +32,4 @@ def find_in_layers(layers: Layers) -> list[Finding]:
         RULE, "warning", found,
         "A query sees {range} keys on average, where the layer has many: the weight on a single key is always 1.",
         f"mean visible keys < {FEW:g} in a layer with at least {LONGEST} keys",
-        "Check the mask: it may be inverted, or an identity matrix (True shows a key to scaled_dot_product_attention "
-        "and hides it from nn.MultiheadAttention).",
     )  # fmt: skip

@@ -23,5 +23,4 @@ def find(heads: Heads) -> list[Finding]:
         "Most rows attend to one distance, {range} tokens away.",
         f"mean max_weight > {SHARP} and {STEADY:.0%} of the rows near the median distance, in at least 2 and "
         f"{CROWD:.1%} of a layer's heads (arXiv 1905.09418)",
-        "Keep them if the task is local; otherwise a relative position bias or a short convolution is cheaper.",
     )  # fmt: skip

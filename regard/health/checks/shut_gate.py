@@ -24,5 +24,4 @@ def find(heads: Heads) -> list[Finding]:
         RULE, "note", found,
         f"The output gate is below {NEAR_ZERO:g} in {{percent}} of its numbers.",
         f"share of gates below {NEAR_ZERO:g} > {SHUT} (trained gates have means around 0.1, arXiv 2505.06708)",
-        "Harmless if intended. Otherwise examine other text, start the gate's bias higher, or prune the head.",
     )  # fmt: skip

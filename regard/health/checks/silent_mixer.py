@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from regard.health.checks.finding import LAYERS, Finding, fill_finding
 from regard.health.checks.rule import Rule
-from regard.health.mixers.reading import MixerReading
+from regard.health.mixers import MixerReading
 
 SILENT = Rule(
     "RG330", "silent mixer", "every token mixer adds to the residual", "warning", needs="a hybrid model's mixers",

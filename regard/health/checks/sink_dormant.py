@@ -26,6 +26,4 @@ def find(heads: Heads) -> list[Finding]:
         RULE, "note", [(head, mass) for head, mass in masses if mass > SINK_MASS],
         "On average {percent} of the weight is on the first key or a learned sink.",
         f"mean first_key_mass, or mean weight left to a sink, > {SINK_MASS} (arXiv 2410.13835)",
-        "Harmless if intended. Otherwise let the head attend to nothing (what_if=['normalizer=softmax1']), examine "
-        "other text, or prune it.",
     )  # fmt: skip

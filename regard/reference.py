@@ -248,11 +248,6 @@ def weights_of_rows(problem: Problem, first: int, last: int) -> Tensor:
     return _attend_block(replace(problem.block(first, min(last, total)), stats=()), first, total)[1]
 
 
-def dtype_of(x: Tensor) -> torch.dtype:
-    """The dtype in which the reference computes on the device of x."""
-    return reference_dtype(x.device)
-
-
 def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]:
     result = _attend_block(problem, first, total)
     stats = result[2] if problem.stats else {}

@@ -31,7 +31,7 @@ from regard._core.dispatch import has_transform, why_not_fused
 from regard._core.execute import apply_policy, execute, finish
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.prepare import PreparedCall, prepare
-from regard._facts import is_plain_eager, is_within_vmap
+from regard._facts import is_plain_eager, is_within_vmap, reference_dtype
 from regard.statistics import Statistics
 
 NAMES = re.compile(r"received|top_keys\((\d+)\)")
@@ -194,7 +194,7 @@ def read_dense(problem: Problem, reading: Reading) -> tuple[Any, Any]:
     keys = problem.k.shape[2]
     size = max(1, LARGEST // max(1, batch * heads * keys))
     like: dict[str, Any] = dict(dtype=problem.accumulator, device=problem.q.device)
-    received = torch.zeros(batch, heads, keys, dtype=reference.dtype_of(problem.q), device=problem.q.device)
+    received = torch.zeros(batch, heads, keys, dtype=reference_dtype(problem.q.device), device=problem.q.device)
     index = torch.full((batch, heads, queries, reading.most), -1, dtype=torch.int64, device=problem.q.device)
     weight = torch.zeros(index.shape, **like)
     for first in range(0, queries, size):

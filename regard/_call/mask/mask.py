@@ -31,7 +31,6 @@ from regard._call.mask.parts import (
     SHARED,
     UNLIMITED,
     Bounds,
-    Causal,
     Chunks,
     Cumulative,
     Documents,
@@ -71,7 +70,7 @@ class Mask:
 
         Statistics of a mask that is aligned at the bottom right count `distance` from i + Lk − Lq.
         """
-        return cls((Causal(_flag(bottom_right, "bottom_right")),))
+        return cls((Window(None, 0, _flag(bottom_right, "bottom_right")),))
 
     @classmethod
     def window(cls, left: int | None, right: int | None, bottom_right: bool = False) -> Mask:

@@ -37,21 +37,8 @@ class Bounds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Causal:
-    """Query i sees keys ≤ i, or ≤ i + keys − queries."""
-
-    bottom_right: bool
-
-    def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
-        return Bounds(hi=_rows(queries, keys, self.bottom_right, device) + 1)
-
-    def __repr__(self) -> str:
-        return f"Mask.causal({'bottom_right=True' if self.bottom_right else ''})"
-
-
-@dataclass(frozen=True)
 class Window:
-    """Query i sees keys i − left … i + right; with `bottom_right` counted from i + keys − queries."""
+    """Query i sees keys i − left … i + right, or with `bottom_right` from i + keys − queries; (None, 0) is causal."""
 
     left: int | None
     right: int | None
@@ -63,7 +50,10 @@ class Window:
         return Bounds(lo, None if self.right is None else i + self.right + 1)
 
     def __repr__(self) -> str:
-        return f"Mask.window({self.left}, {self.right}{', bottom_right=True' if self.bottom_right else ''})"
+        end = "bottom_right=True" if self.bottom_right else ""
+        if (self.left, self.right) == (None, 0):
+            return f"Mask.causal({end})"
+        return f"Mask.window({self.left}, {self.right}{end and ', '}{end})"
 
 
 @dataclass(frozen=True)
@@ -225,8 +215,8 @@ class Packed:
         return f"cu_seqlens of {len(self.lo)} queries"
 
 
-Part = Causal | Window | Chunks | Lengths | Padding | Documents | Cumulative | Prefix | Intervals | Packed
-SHARED = (Causal, Window, Chunks, Packed)  # parts that are the same for every batch entry
+Part = Window | Chunks | Lengths | Padding | Documents | Cumulative | Prefix | Intervals | Packed
+SHARED = (Window, Chunks, Packed)  # parts that are the same for every batch entry
 PLANNED = (*SHARED, Documents, Cumulative)  # parts with which calls keep a plan: they become an interval or a window
 
 

@@ -13,7 +13,6 @@ from regard._call.mask.attn_mask import GivenMask, find_positions
 from regard._call.mask.mask import Mask
 from regard._call.mask.parts import (
     INTEGERS,
-    Causal,
     Intervals,
     Lengths,
     Packed,
@@ -84,11 +83,11 @@ def _fold_part(found: Visible, part: Part, queries: int, keys: int) -> Visible |
     `regard.nn` in `nn/visibility.py`.
     """
     offset = keys - queries if getattr(part, "bottom_right", False) else 0
-    if isinstance(part, Causal) and offset >= 0:
-        return replace(found, causal=True) if offset == 0 else found.with_window(None, offset, keys)
     if isinstance(part, Window):
         left = None if part.left is None else part.left - offset
         right = None if part.right is None else part.right + offset
+        if (left, right) == (None, 0):
+            return replace(found, causal=True)
         is_around = (left is None or left >= 0) and (right is None or right >= 0)
         return found.with_window(left, right, keys) if is_around else None
     if isinstance(part, Lengths):
@@ -110,10 +109,8 @@ def _round_up(side: int | None, keys: int) -> int | None:
 def find_ahead(mask: Mask | None, ahead: int | None, queries: int, keys: int) -> int | None:
     """Return how far beyond its own index a query may see, with `ahead` given beside the mask; None: no limit."""
     for part in () if mask is None else mask.parts:
-        if isinstance(part, (Causal, Window)):
-            offset = keys - queries if part.bottom_right else 0
-            right = 0 if isinstance(part, Causal) else part.right
-            ahead = least(ahead, None if right is None else right + offset)
+        if isinstance(part, Window) and part.right is not None:
+            ahead = least(ahead, part.right + (keys - queries if part.bottom_right else 0))
     return ahead
 
 

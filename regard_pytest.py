@@ -76,12 +76,9 @@ class ModelRules(pytest.Collector):
     def attempt(self, step: Any) -> Any:
         """Returns step(), or fails the test with one line."""
         from regard.health.commands.files import describe_failure
-        from regard.health.models.targets import TargetError
 
         try:
             return step()
-        except TargetError as error:
-            reason = f"{self.target}: {error}"
         except Exception as error:
             reason = describe_failure(error, self.target)
         pytest.fail(reason, pytrace=False)

@@ -2,6 +2,6 @@
 
 import sys
 
-from regard.cli import main
+from regard_command import main
 
 sys.exit(main())

@@ -187,6 +187,26 @@ def test_table_goes_to_the_file_given():
     assert file.getvalue() == "a\n1\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "status", "words"),
+    [
+        ("check ./modle", 2, "there is no folder './modle'"),
+        ("examine nowhere:make", 2, "there is no module 'nowhere'"),
+        ("compare lost.regard other.json", 2, "there is no file 'lost.regard'"),
+        ("list", 130, "interrupted"),
+    ],
+)
+def test_a_missing_target_and_ctrl_c_end_before_torch_is_there(tmp_path, line, status, words):
+    """The torch of this process is one that Ctrl-C meets while it is imported."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parents[1])])}
+    run = "import sys, regard_command; sys.exit(regard_command.main())"
+    command = [sys.executable, "-c", run, *line.split()]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr.count("\n")) == (status, "", 1)
+    assert words in found.stderr
+
+
 @pytest.mark.slow  # test_ctrl_c_ends_with_130_and_no_traceback has the same line of cli.main
 def test_ctrl_c_in_a_running_process_is_status_130(tmp_path):
     (tmp_path / "interrupted_command.py").write_text(

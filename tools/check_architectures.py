@@ -31,7 +31,8 @@ def check_one(name: str) -> dict[str, Any]:
     import torch
 
     import regard
-    from regard.health.models.targets import TargetError, load_target
+    from regard.health.models.targets import load_target
+    from regard_command import TargetError
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGVTALRM, _stop)

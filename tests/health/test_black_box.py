@@ -93,9 +93,9 @@ def test_a_file_that_is_no_black_box_is_refused(tmp_path, capsys):
     path = tmp_path / "run.regard"
     for content in (b"", b"{}", MAGIC, MAGIC + b"junk", MAGIC + zlib.compress(b'{"samples": 3}')):
         path.write_bytes(content)
-        assert main(["replay", str(path)]) == 1
+        assert main(["replay", str(path)]) == 2
         assert "black box" in capsys.readouterr().err
-    assert main(["replay", str(tmp_path / "none.regard")]) == 1
+    assert main(["replay", str(tmp_path / "none.regard")]) == 2
 
 
 def test_a_black_box_is_written_on_request(tmp_path):

@@ -119,9 +119,9 @@ def test_a_command_line_of_nonsense_is_refused_before_any_work(folder, tmp_path,
         (["--device", "cuda:99"], "--device cuda:99: "),
         (["--device", "meta"], "--device meta: "),
     ):
-        refused(capsys, "examine", folder, *arguments, words=words, code=2)
+        refused(capsys, "examine", folder, *arguments, words=words)
     refused(capsys, "examine", folder, "--length", 2, words="no room for text beside the tokenizer's 2 special tokens")
-    refused(capsys, "demo", "--out", "folder.html", words="is a folder", code=2)
+    refused(capsys, "demo", "--out", "folder.html", words="is a folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder.html"]
 
 
@@ -182,7 +182,7 @@ def test_batches_are_made_as_they_are_asked_for(tmp_path, monkeypatch, capsys):
 def test_nothing_measured_is_said_and_drawn_nowhere(tmp_path, monkeypatch, capsys):
     code = "model.self_attn.in_proj_weight.data.fill_(torch.nan)\ndef make(): return model, [torch.randn(2, 9, 16)]\n"
     here(tmp_path, monkeypatch, "sick", code)
-    assert main(["examine", "sick:make", "--png", "maps.png", "--json", "r.json"]) == 1
+    assert main(["examine", "sick:make", "--png", "maps.png", "--json", "r.json"]) == 2
     captured = capsys.readouterr()
     assert len(captured.err.strip().splitlines()) == 1
     assert "nothing could be measured" in captured.err
@@ -236,7 +236,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "replace", full)
-    assert main(["examine", "full:make"]) == 1
+    assert main(["examine", "full:make"]) == 2
     captured = capsys.readouterr()
     assert captured.err == "regard examine: 'report.html' could not be written: No space left on device\n"
     assert "report.html" not in captured.out

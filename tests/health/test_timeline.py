@@ -63,7 +63,7 @@ def test_runs_are_drawn_over_each_other(log, capsys, tmp_path):
 def test_a_file_that_no_monitor_wrote_is_refused_in_one_line(tmp_path, capsys, text):
     path = tmp_path / "other.jsonl"
     path.write_text(text)
-    assert main(["timeline", str(path)]) == 1
+    assert main(["timeline", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
-    assert main(["timeline", str(tmp_path / "none.jsonl")]) == 1
+    assert main(["timeline", str(tmp_path / "none.jsonl")]) == 2
     assert "there is no file" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.health.contract.verdict import FAIL_ON
-from regard.health.models.targets import TargetError, load_target, require_target
+from regard.health.models.targets import load_target
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +34,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    try:
-        require_target(options.target)  # before anything heavy is imported
-    except TargetError as error:
-        return _refuse(str(error))
     from regard.health.commands import files
     from regard.health.contract import selection
     from regard.health.contract.check import check
@@ -68,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
                 title=subject.title, seconds=seconds, trained=subject.trained, progress=sys.stderr.isatty(),
             )  # fmt: skip
     except Exception as error:  # whatever the model, its folder or its function raises: one line
-        return _refuse(str(error) if isinstance(error, TargetError) else files.describe_failure(error, options.target))
+        return _refuse(files.describe_failure(error, options.target))
     verdict = verdict.without(known)
     if options.write_baseline is not None:
         selection.write_baseline(options.write_baseline, [*verdict.failures, *verdict.known])

@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
     _, failed = save_report(ill, [options.out])
     if failed:
         print_error("demo", *failed)
-        return 1
+        return 2
     ill.show(page=str(options.out))
     words = "no cause found" if not [one for one in sound.diagnosis if one.severity != "note"] else "not sound"
     losses = [report.loss.mean for report in (sound, ill) if report.loss is not None]

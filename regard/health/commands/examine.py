@@ -8,7 +8,7 @@ from pathlib import Path
 from regard.health.commands import files
 from regard.health.contract.verdict import FAIL_ON, count_from
 from regard.health.examine import examine
-from regard.health.models.loading import load
+from regard.health.models.targets import load_target
 from regard.health.report.report import Report
 from regard.health.what_if import FORMS, parse_all
 from regard.parallel.group import is_first_rank, join_group, local_device
@@ -18,7 +18,9 @@ SUFFIXES = (".html", ".json", ".png")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", help="a folder, a hub name, or module:function that returns (model, batches)"
+        "model",
+        metavar="MODEL",
+        help="a folder, a hub name, hf-tiny:NAME, module:function (returns model, batches), or script.py:trainer",
     )
     parser.add_argument(
         "--text", metavar="FILE", help="text to run the model on; - is standard input (default: a built-in sample)"
@@ -82,8 +84,8 @@ def main(options: argparse.Namespace) -> int:
         return report if subject is None else replace(report, how={**report.how, **subject.notes})
 
     try:
-        subject = load(
-            options.model, None if options.text is None else files.read_text(options.text), length=options.length,
+        subject = load_target(
+            options.model, text=None if options.text is None else files.read_text(options.text), length=options.length,
             batch=options.batch, limit=options.limit, device=local_device(options.device), dtype=options.dtype,
             pickle=options.allow_pickle, missing=options.allow_missing,
         )  # fmt: skip
@@ -97,8 +99,8 @@ def main(options: argparse.Namespace) -> int:
     except Exception as error:  # whatever the model, its folder or its function raises: one line
         on = f" on {subject.notes['input']}" if subject else ""
         files.print_error("examine", files.describe_failure(error, f"{options.model!r} failed{on}"))
-        return 1
-    if not is_first_rank():  # status 1 would make torchrun end rank 0 before it writes the report
+        return 2
+    if not is_first_rank():  # another status would make torchrun end rank 0 before it writes the report
         return 0
     report = with_notes(report)
     written, failed = files.save_report(report, wanted)  # before printing, which a closed pipe may end
@@ -120,4 +122,4 @@ def _status(report: Report, errors: list[str], fail_on: str) -> int:
     if errors:
         files.print_error("examine", *errors)
     stopped = report.interrupted is not None and report.interrupted.startswith("KeyboardInterrupt")
-    return 130 if stopped else 1 if errors or count_from(report.findings, fail_on) else 0
+    return 130 if stopped else 2 if errors else 1 if count_from(report.findings, fail_on) else 0

@@ -15,6 +15,7 @@ from regard.health.models.loading import describe_error, is_function, one_line
 from regard.health.report import files
 from regard.health.report.report import Report
 from regard.health.report.terminal import printable
+from regard_command import TargetError
 
 PACKAGE = Path(regard.__file__).parent
 
@@ -59,7 +60,7 @@ def announce_hub(model: str) -> None:
 def describe_failure(error: BaseException, what: str) -> str:
     """Return one line: the message alone if regard raised it, else `what` failed, the type and the message."""
     *_, last = traceback.walk_tb(error.__traceback__)
-    own = Path(last[0].f_code.co_filename).is_relative_to(PACKAGE)
+    own = isinstance(error, TargetError) or Path(last[0].f_code.co_filename).is_relative_to(PACKAGE)
     return one_line(error) if own else f"{what}: {describe_error(error)}"
 
 
@@ -93,10 +94,10 @@ def save_report(report: Report, paths: Iterable[Path]) -> tuple[list[Path], list
 
 
 def report_failure(command: str, error: Exception, path: Path | None) -> int:
-    """Print why the work, or the file at `path`, failed; return the exit status 1."""
+    """Print why the work, or the file at `path`, failed; return the exit status 2."""
     refused = f"{str(path)!r} could not be written: {error.strerror or error}" if isinstance(error, OSError) else ""
     print_error(command, refused or str(error))
-    return 1
+    return 2
 
 
 def print_error(command: str, *messages: str) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 from regard.health.commands import files
 from regard.health.look import look
-from regard.health.models.loading import is_function, load
+from regard.health.models.loading import is_function
+from regard.health.models.targets import load_target
 
 LENGTH = 64  # tokens of the text, unless asked otherwise
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder, a hub name, or module:function")
+    parser.add_argument("model", metavar="MODEL", help="a folder, a hub name, hf-tiny:NAME, or module:function")
     parser.add_argument("--text", metavar="TEXT", help="the text itself, or a file (default: a built-in sample)")
     parser.add_argument("--layer", help="a layer's index or module name (all)")
     parser.add_argument("--head", type=int, help="a head's number (all)")
@@ -39,9 +40,9 @@ def main(options: argparse.Namespace) -> int:
     files.announce_hub(options.model)
     try:
         is_file = options.text is not None and os.path.isfile(options.text)
-        subject = load(
-            options.model, files.read_text(options.text) if is_file else options.text, length=options.length, batch=1,
-            limit=1, device=options.device, dtype=options.dtype, pickle=options.allow_pickle,
+        subject = load_target(
+            options.model, text=files.read_text(options.text) if is_file else options.text, length=options.length,
+            batch=1, limit=1, device=options.device, dtype=options.dtype, pickle=options.allow_pickle,
         )  # fmt: skip
         batch = next(iter(subject.batches))
         seen = look(
@@ -52,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
             seen.save(options.out)
     except Exception as error:  # whatever the model or its folder raises: one line
         files.print_error("look", files.describe_failure(error, f"{options.model!r} failed"))
-        return 1
+        return 2
     print(seen)
     if options.out is not None:
         print(f"\n{options.out}")

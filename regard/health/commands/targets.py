@@ -16,7 +16,7 @@ from regard.health.commands import files
 from regard.health.comparing.fingerprint import Fingerprint
 from regard.health.comparing.sides import FILES, read_side
 from regard.health.models.loading import is_function
-from regard.health.models.targets import TINY, load_target
+from regard.health.models.targets import load_target
 
 
 @dataclass
@@ -44,7 +44,7 @@ def load_side(target: str, options: argparse.Namespace) -> Fingerprint | Loaded:
     path = Path(target)
     if path.suffix in FILES or (path.is_dir() and not (path / "config.json").is_file()):
         return read_side(target)
-    plain = not (is_function(target) or target.startswith(TINY))
+    plain = not is_function(target)
     subject = load_target(
         target, text=files.read_text(options.text) if plain and options.text is not None else None,
         length=options.length if plain else None, batch=options.batch, limit=1, device=options.device,

@@ -1,96 +1,21 @@
-"""What a command line may name: a folder, a hub name, `hf-tiny:NAME`, `module:function` or `script.py:trainer`.
-
-Nothing heavy is imported before it is known that the target exists.
-"""
+"""What a command line may name: a folder, a hub name, `hf-tiny:NAME`, `module:function` or `script.py:trainer`."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import itertools
 import os
-import re
 import sys
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-TINY = "hf-tiny:"
-SCRIPT = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-WAIT = 1.2  # seconds for the hub to say whether a model exists
+from regard_command import SCRIPT, TINY, TargetError, require_on_hub, require_target
+
 ROWS, LENGTH, PADDING = 4, 48, 5  # of the batch of a tiny model
 ENDINGS = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # of classes, best first
-
-
-class TargetError(Exception):
-    """Says in one line why a target cannot be used, and what to do."""
-
-
-def require_target(spec: str) -> None:
-    """Raises TargetError, within two seconds, for a target that does not exist."""
-    if not spec.strip():
-        raise TargetError("the target is empty; pass a folder, a hub name, hf-tiny:NAME or module:function")
-    script = SCRIPT.fullmatch(spec)
-    if script is not None:
-        if not Path(script["path"]).is_file():
-            raise TargetError(f"there is no file {script['path']!r}")
-    elif spec.startswith(TINY) or os.path.exists(spec):
-        return
-    elif ":" in spec:
-        _require_module(spec.partition(":")[0], spec)
-    elif HUB_NAME.fullmatch(spec) and not spec.startswith("."):
-        _require_on_hub(spec)
-    else:
-        raise TargetError(f"there is no folder {spec!r}; pass a folder, a hub name, hf-tiny:NAME or module:function")
-
-
-def _require_module(name: str, spec: str) -> None:
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.util.find_spec(name.split(".")[0]) if name else None
-    except (ImportError, ValueError):
-        found = None
-    finally:
-        sys.path.pop(0)
-    if found is None:
-        raise TargetError(f"{spec!r}: there is no module {name!r} in this folder or installed; write module:function")
-
-
-def _require_on_hub(name: str) -> None:
-    """Asks the cache, then the hub, for WAIT seconds at most; an unclear answer is left to loading."""
-    try:
-        from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE
-    except ImportError:
-        raise TargetError('a hub name needs transformers: pip install "regard[hf]"') from None
-    if (Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir():
-        return
-    otherwise = "pass a folder, or hf-tiny:NAME for an architecture with random weights"
-    if HF_HUB_OFFLINE:
-        raise TargetError(f"there is no folder {name!r}, and the hub is switched off (HF_HUB_OFFLINE); {otherwise}")
-    answer: list[str] = []
-
-    def ask() -> None:
-        request = urllib.request.Request(f"{ENDPOINT}/api/models/{name}", method="HEAD")
-        try:
-            urllib.request.urlopen(request, timeout=WAIT).close()
-            answer.append("")
-        except urllib.error.HTTPError as error:
-            answer.append("the hub has no model of that name" if error.code == 404 else "")
-        except OSError as error:
-            answer.append(f"the hub cannot be reached ({getattr(error, 'reason', error)})")
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(WAIT)
-    reason = answer[0] if answer else "the hub did not answer"
-    if reason:
-        raise TargetError(f"there is no folder {name!r}, and {reason}; {otherwise}")
 
 
 def load_target(spec: str, **options: Any) -> Any:
@@ -98,15 +23,17 @@ def load_target(spec: str, **options: Any) -> Any:
     from regard.health.models import loading
 
     require_target(spec)
-    script = SCRIPT.fullmatch(spec)
-    try:
-        if spec.startswith(TINY):
-            return load_tiny(spec)
-        if script is not None:
-            return load_script(Path(script["path"]), script["name"], options["device"], options["limit"])
+    if not loading.is_function(spec):
         return loading.load(spec, **options)
-    except loading.LoadError as error:
-        raise TargetError(str(error)) from error
+    given = [name for name in ("text", "length", "dtype") if options[name] is not None]
+    if given:
+        raise TargetError(f"{spec!r} brings its own model and batches; leave out --{given[0]}")
+    if spec.startswith(TINY):
+        return load_tiny(spec)
+    script, device, limit = SCRIPT.fullmatch(spec), options["device"], options["limit"]
+    if script is not None:
+        return load_script(Path(script["path"]), script["name"], device, limit)
+    return loading.load_function(spec, device, limit)
 
 
 def load_tiny(spec: str) -> Any:
@@ -148,7 +75,7 @@ def _read_config(name: str, spec: str, way: str) -> Any:
             import transformers
 
             if not os.path.isdir(name):
-                _require_on_hub(name)
+                require_on_hub(name)
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
             try:
                 return shrink(config, way)

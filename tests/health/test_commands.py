@@ -1,6 +1,7 @@
 """regard examine and regard demo: what they print, what they write, how they fail."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def test_a_model_that_fails_midway_gives_what_it_has_and_says_so(tmp_path, capsy
 def test_the_demo_tells_the_two_models_apart(tmp_path, capsys):
     assert main(["demo"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("tiny-unscaled") and len(out.splitlines()) <= 35
+    assert out.startswith("tiny-unscaled") and len(out.splitlines()) <= 23  # the prompt fits below it into 24
     assert (
         "✗ CRITICAL  scale off since blocks.0.attention\n" in out
         and "1 scale off  blocks.0–3.attention, all heads" in out
@@ -155,6 +156,9 @@ def test_the_demo_tells_the_two_models_apart(tmp_path, capsys):
     assert "so        exploding logits, dying gradient, collapsed\n" in out
     assert "its twin, trained with 1/√d: no cause found" in out and "regard examine ./my-model" in out
     assert "page      report.html\n" in out
+    gain = re.search(r"Then train anew: [^)]+\)", " ".join(out.split()))[0]  # on the page too
+    assert re.search(r"gains 0\.[1-9]\d \(loss 2\.\d\d → [12]\.\d\d\)", gain)
+    assert gain.partition(" (")[0] in (tmp_path / "report.html").read_text()
     assert (tmp_path / "report.html").stat().st_size < 3_000_000
 
 

@@ -78,11 +78,11 @@ def test_findings_of_one_kind_are_added_and_gaps_are_told(tmp_path, capsys, data
     two = dict(data, findings=findings, unmeasured=[["b", "?"]])
     nothing = dict(data, heads=[], findings=[], interrupted="KeyboardInterrupt\x1b[2J")
     a, b = written(tmp_path / "a.json", two), written(tmp_path / "b.json", nothing)
-    assert main(["compare", str(a), str(b), "--out", "both.html"]) == 0
+    assert main(["compare", str(a), str(b), "--out", "both.html"]) == 2
     out = capsys.readouterr().out
     first, *rest = out.splitlines()
-    assert first.startswith("≠ No verdict: B: nothing was measured") and "Resolved" not in out
-    assert "unseen    scale off in self_attn, heads 0–1" in rest
+    assert first.startswith("– No verdict: B: nothing was measured") and "Resolved" not in out
+    assert "unchecked in B: scale off in self_attn, heads 0–1" in rest
     assert "layers not measured: 1" in out
     assert r"nothing was measured; not finished: KeyboardInterrupt\x1b[2J" in out
     assert "nothing was measured; not finished: KeyboardInterrupt" in (tmp_path / "both.html").read_text()

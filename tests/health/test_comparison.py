@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import regard
+from regard.cli import main
 from regard.health.models.tiny import TinyLM
 
 
@@ -69,6 +70,30 @@ def test_a_finding_of_other_heads_is_changed():
     (change,) = [one for one in comparison.changed if one.kind == "scale off"]
     assert {layer for layer, _ in change.gone} == {0} and {layer for layer, _ in change.appeared} == {1}
     assert "in A only" in str(change) and "in B only" in str(change)
+
+
+def test_what_one_report_was_not_checked_for_is_neither_new_nor_gone(tmp_path, capsys):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    batches = [torch.randn(2, 24, 16)]
+    full = regard.examine(layer, batches, causal=True)  # an encoder sees the future
+    bare = regard.examine(layer, batches, checks=False)
+    assert "sees the future" in {one.kind for one in full.findings}
+    for a, b, side in ((bare, full, "A"), (full, bare, "B")):
+        comparison = regard.compare(a, b)
+        assert [(one.kind, where) for one, where in comparison.unchecked if one.kind == "sees the future"] == [
+            ("sees the future", side)
+        ]
+        assert "sees the future" not in {one.kind for one in [*comparison.new, *comparison.resolved]}
+        assert comparison.verdict[0] == "same" and f"unchecked: in {side}: sees the future" in str(comparison)
+        assert f"Not checked in {side}" in comparison.save(tmp_path / "both.html").read_text()
+
+
+@pytest.mark.parametrize(("sharp", "status"), [((2.0, 40.0, 2.0), 1), ((2.0, 2.0, 2.0), 0)])
+def test_two_files_end_with_1_if_b_is_worse(healthy, tmp_path, sharp, status):
+    paths = [healthy.save(tmp_path / "a.json"), stack(sharp).save(tmp_path / "b.json")]
+    assert main(["compare", *map(str, paths)]) == status
+    assert main(["compare", *map(str, reversed(paths))]) == 0
 
 
 def test_the_tolerance_is_relative_to_size_and_spread(healthy, tmp_path):

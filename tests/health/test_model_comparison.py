@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import io
 import math
 
 import pytest
@@ -35,6 +36,33 @@ def test_a_scale_that_differs_in_one_layer(models):
     assert found.parts == ["scores", "output"] and "The scales differ" in found.cause
     assert "First difference: blocks.1.attention" in str(found)
     assert found.to_json()["first"] == 1
+
+
+def test_one_screen_and_one_page_say_what_first_what_it_gains_and_what_was_not_compared(models, tmp_path):
+    model, reference, batches = models
+    reference.blocks[1].attention.scale *= 40.0
+    found, out = regard.compare(model, reference, batches), io.StringIO()
+    found.show(out)
+    first, *rest = out.getvalue().splitlines()
+    assert first == "✗ B differs from A at the scores of blocks.1.attention" and len(rest) < 23
+    assert max(map(len, rest)) <= 80
+    names = [line.split("  ")[0] for line in rest if line[:1].strip()]
+    assert (
+        names[:6] == ["why", "since", "outputs", "do first", "gain", "sure"]
+        and "\nunchecked other text" in out.getvalue()
+    )
+    with torch.no_grad():
+        own = [
+            F.cross_entropy(one(batches[0])[:, :-1].flatten(0, 1), batches[0][:, 1:].flatten()) for one in models[:2]
+        ]
+    assert [one.mean for one in found.losses] == pytest.approx([float(loss) for loss in own], rel=1e-5)
+    assert f"gain      loss {float(own[0]):.3g} ± " in out.getvalue()
+    page = found.save(tmp_path / "models.html").read_text()
+    assert page.index("B differs from A") < page.index("do first") < page.index("name of the first")
+    assert "<script" not in page and found.to_json()["losses"][0]["kind"] == "next token"
+    same = io.StringIO()
+    regard.compare(model, copy.deepcopy(model), batches).show(same)
+    assert same.getvalue().startswith("✓ Both models compute the same") and "do first" not in same.getvalue()
 
 
 def test_heads_in_another_order(models):

@@ -215,9 +215,9 @@ def test_comparing_two_reports(report, tmp_path, capsys):
         '{"heads": [], "findings": [{"kind": "dead", "heads": [["a", 0]], "indices": []}], "title": "x"}',
     ):
         (tmp_path / "c.json").write_text(nonsense)
-        assert main(["compare", str(a), str(tmp_path / "c.json")]) == 1
+        assert main(["compare", str(a), str(tmp_path / "c.json")]) == 2
         assert "is not a report" in capsys.readouterr().err
-    assert main(["compare", str(a), str(tmp_path / "d.json")]) == 1
+    assert main(["compare", str(a), str(tmp_path / "d.json")]) == 2
     assert "there is no file" in capsys.readouterr().err
 
 

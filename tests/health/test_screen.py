@@ -130,7 +130,7 @@ def test_layers_whose_marks_differ_are_never_folded_and_those_without_room_are_n
 def test_text_wraps_at_words_with_a_hanging_indent_and_is_never_coloured_in_a_pipe():
     out = io.StringIO()
     writer = Writer(out)
-    for text, style in writer.field("found", "word " * 40):
+    for text, style in writer.list_field("found", "word " * 40):
         writer.line(text, style)
     writer.line("long " * 40, "red", most=1)
     lines = out.getvalue().splitlines()

@@ -73,8 +73,12 @@ def kinds(runs: bool | None = None) -> list[str]:
 
 def passed(done: Sequence[str], found: Collection[str]) -> list[str]:
     """The names of the checks that were made (`done`) of whose kinds none is among those that were found."""
-    kinds_by_name = {name_of(module): {rule.kind for rule in module.RULES} for module in modules()}
-    return [name for name in done if kinds_by_name.get(name, set()).isdisjoint(found)]
+    return [name for name in done if kinds_of([name]).isdisjoint(found)]
+
+
+def kinds_of(done: Collection[str]) -> set[str]:
+    """The kinds of findings of the checks of these names."""
+    return {rule.kind for module in modules() if name_of(module) in done for rule in module.RULES}
 
 
 def find_all(heads: Heads, layers: Layers = (), mixers: Sequence[MixerReading] = ()) -> list[Finding]:

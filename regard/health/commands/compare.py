@@ -1,7 +1,7 @@
 """regard compare A B: what differs between two models, fingerprints or dumps, or between two reports.
 
-Exit status 0 if nothing differs by more than rounding, 1 if something does, 2 for bad input. Two reports: 0, 1 if they
-cannot be read or the page cannot be written.
+Exit status 0 if nothing differs by more than rounding, 1 if something does, 2 for bad input. Two reports: 0 if B is
+the same as A or better, 1 if it is worse or neither, 2 if one of them was not finished.
 """
 
 import argparse
@@ -14,6 +14,8 @@ from regard.health.comparing.result import ModelComparison
 from regard.health.comparing.sides import compare_sides
 from regard.health.report.comparison import compare
 
+STATUS = dict(same=0, better=0, worse=1, different=1, unknown=2)
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     what = "a model (folder, hub name, hf-tiny:NAME, module:function), a .regard file, a folder of tensors, a report"
@@ -22,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, help="relative difference that counts (None: beyond rounding)")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parser.add_argument("--heads", type=int, default=3, help="of reports: how many changed heads to list (3)")
-    parser.add_argument("--out", type=Path, metavar="PATH", help="of reports: also write both to an .html file")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="also write the comparison to an .html file")
     add_target_arguments(parser)
 
 
@@ -35,11 +37,11 @@ def main(options: argparse.Namespace) -> int:
         options.fail(f"--tolerance must be a number from 0 on, got {options.tolerance}")
     if is_report(options.a) and is_report(options.b):
         return _compare_reports(options)
-    if options.out is not None:
-        options.fail("--out is for two reports; --json prints this comparison")
     files.check_device(options)
     try:
         found = _compare(options)
+        if options.out is not None:
+            found.save(options.out)
     except Exception as error:  # whatever a model, its folder or its function raises: one line
         files.print_error("compare", files.describe_failure(error, "it failed"))
         return 2
@@ -71,4 +73,4 @@ def _compare_reports(options: argparse.Namespace) -> int:
     comparison.show(heads=options.heads)
     if options.out is not None:
         print(f"page: {options.out}")
-    return 0
+    return STATUS[comparison.verdict[0]]

@@ -1,4 +1,4 @@
-"""regard demo: examine a stored model that was trained without 1/√d and its sound twin; train one both ways."""
+"""regard demo: train a model with and without 1/√d, then examine a stored one without it and its sound twin."""
 
 import argparse
 import contextlib
@@ -17,10 +17,13 @@ from regard.health.models.inputs import sample_text
 from regard.health.models.tiny import CHARACTERS, TinyLM, batches, checkpoint, encode
 from regard.health.progress import Progress
 from regard.health.report.report import Report
+from regard.health.report.screen import show_screen
 
 SUBJECTS = (("tiny-unscaled", "without 1/√d"), ("tiny-scaled", "with 1/√d"))
 CHANGES = ["scale=sqrt", "qk_norm"]  # another normaliser would compile its kernels first
 STEPS, RATE, SEQUENCES, LENGTH, WIDTH = 120, 1e-2, 16, 32, 64
+SCALE = "RG401"
+OWN = "your own model: regard examine ./my-model --text corpus.txt --what-if qk_norm"
 LAST = 10  # steps whose mean loss is reported
 
 
@@ -32,33 +35,32 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     check_path(options, options.out, ".html")
     warnings.filterwarnings("ignore", "regard: numba is not installed")  # models this small do without it
-    ill, sound = (_examine(name, description, options) for name, description in SUBJECTS)
+    gain = describe_gap(*_train_both())
+    ill, sound = (_examine(name, description) for name, description in SUBJECTS)
+    ill = replace(ill, findings=[replace(x, fix=f"{x.fix} {gain}") if x.code == SCALE else x for x in ill.findings])
     _, failed = save_report(ill, [options.out])
     if failed:
         print_error("demo", *failed)
         return 2
-    ill.show(page=str(options.out))
     words = "no cause found" if not [one for one in sound.diagnosis if one.severity != "note"] else "not sound"
-    losses = [report.loss.mean for report in (sound, ill) if report.loss is not None]
-    beside = f", loss {losses[0]:.2f} against {losses[1]:.2f}" if len(losses) == 2 else ""
-    print(f"\nits twin, trained with 1/√d: {words}{beside}")
-    _show_trainings()
-    print("your own model: regard examine ./my-model --text corpus.txt --what-if qk_norm")
+    twin = f"its twin, trained with 1/√d: {words}"
+    twin += "" if sound.loss is None else f", loss {sound.loss.mean:.2f}"
+    show_screen(ill, page=str(options.out), below=["", twin, OWN])
     return 0
 
 
-def _examine(name: str, description: str, options: argparse.Namespace) -> Report:
+def _examine(name: str, description: str) -> Report:
     model, _ = checkpoint(name)
     texts = batches(sample_text(), model.options["length"], 8)
     report = examine(
         model, texts, CHANGES, title=f"{name}, {description}", progress=sys.stderr.isatty(),
         tokenizer=CHARACTERS.__getitem__, ablate=2.0,
     )  # fmt: skip
-    return replace(report, how=dict(report.how, input="built-in sample"))
+    return replace(report, how=dict(report.how, input="the built-in sample"))
 
 
-def _show_trainings() -> None:
-    """Trains one model twice from one start, with and without 1/√d, and prints what leaving it out costs."""
+def _train_both() -> list[float]:
+    """The losses of a model trained twice from one start, with 1/√d and without."""
     ids = encode(sample_text())
     with Progress("demo") if sys.stderr.isatty() else contextlib.nullcontext() as line:
         losses = []
@@ -66,20 +68,19 @@ def _show_trainings() -> None:
             if line is not None:
                 line.stage(f"training a small model {('with', 'without')[number]} 1/√d")
             losses.append(train(ids, scale))
-    print(describe_gap(*losses))
+    return losses
 
 
 def describe_gap(sound: float, unscaled: float) -> str:
-    """The cost of leaving 1/√d out, and what can be gained when.
+    """What training with 1/√d gains, which a finished model does not.
 
     >>> from regard.health.commands.demo import describe_gap
     >>> print(describe_gap(2.0, 2.25))
-    trained here, 120 steps from one start: loss 2.00 with 1/√d, 2.25 without
-    the finished model gains nothing from the scale now; training with it gains 0.25
+    Then train anew: a small model, trained here both ways, gains 0.25 (loss 2.25 → 2.00).
     """
     return (
-        f"trained here, {STEPS} steps from one start: loss {sound:.2f} with 1/√d, {unscaled:.2f} without\n"
-        f"the finished model gains nothing from the scale now; training with it gains {unscaled - sound:.2f}"
+        f"Then train anew: a small model, trained here both ways, gains {unscaled - sound:.2f} "
+        f"(loss {unscaled:.2f} → {sound:.2f})."
     )
 
 

@@ -104,10 +104,9 @@ def main(options: argparse.Namespace) -> int:
         return 0
     report = with_notes(report)
     written, failed = files.save_report(report, wanted)  # before printing, which a closed pipe may end
-    page = next((str(path) for path in written if path.suffix.lower() != ".json"), "")
-    report.show(full=options.verbose, page=page)
-    for path in written:
-        print(path)
+    report.show(full=options.verbose, page=", ".join(map(str, written)))
+    if options.verbose:
+        print(*written, sep="\n")
     if "random_weights" in subject.notes:
         files.print_error("examine", subject.notes["random_weights"])
     return _status(report, failed, options.fail_on)

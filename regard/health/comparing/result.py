@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, TextIO
 
+from regard.health.probe.task import LossReading
 from regard.health.report.writer import Writer, fold_numbers, printable
-from regard.table import Table
+from regard.table import Table, count_noun
 
 PARTS = ("q", "k", "v", "scores", "output", "block")
 LISTED = 12  # layers that a sentence names
+ROWS = 6  # of the table on the screen
+FIRST = "mend this in the model that is wrong, then compare again: what follows the first difference is not judged"
+TRIED = "the cause was tried: with it A's own tensors become B's, within rounding"
+UNTRIED = "the place is sure; no cause was found. Tried: {}"
+UNCHECKED = "other text; decoding with a cache and training mode, before one forward agrees"
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class ModelComparison:
         rounding: how far rounding alone may bring the outputs apart.
         notes: what else is to be known.
         given: what the layers of the table were given.
+        losses: of A and of B on the batches, where they differ and have one.
     """
 
     same: bool
@@ -81,6 +90,7 @@ class ModelComparison:
     tried: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     given: str = "each layer given the same input"
+    losses: tuple[LossReading, LossReading] | None = None
 
     @property
     def line(self) -> str:
@@ -94,8 +104,7 @@ class ModelComparison:
         shown = "no number can be given" if math.isnan(self.output) else f"by {_number(self.output)} of their size"
         lines = [self.line, f"The outputs differ {shown}; rounding explains {_number(self.rounding)}."]
         if self.first is not None and self.parts:
-            listed = ", ".join(f"{part} ({_number(getattr(self.first, part))})" for part in self.parts)
-            lines.append(f"First difference: {self.first}, in {listed}.")
+            lines.append(f"First difference: {self.first}, in {self._list_parts()}.")
         return [*lines, *self.notes]
 
     def to_json(self) -> dict[str, Any]:
@@ -106,24 +115,61 @@ class ModelComparison:
             layer=None if self.first is None else self.first.layer, where=self.where, cause=self.cause,
             named=self.named, parts=self.parts, output=_plain(self.output), rounding=_plain(self.rounding),
             tried=self.tried, notes=self.notes, layers=layers,
+            losses=None if self.losses is None else [one.to_json() for one in self.losses],
         )  # fmt: skip
 
     def show(self, file: TextIO | None = None) -> None:
-        """Print the summary and a row per layer."""
+        """Print one screen: the verdict, why, what to do first and what it gains, a row per layer."""
         writer = Writer(file)
-        first, *rest = self.summary()
-        writer.line(f"{'✓' if self.same else '✗'} {first}", "green" if self.same else "bold red")
-        for line in rest:
-            writer.line(line)
-        if self.layers:
-            writer.line()
-            title = f"relative differences, {self.given}; of several layers the largest"
-            Table(["layers", "name of the first", *PARTS], self._rows(), title).show(writer.file)
+        writer.line(f"{'✓' if self.same else '✗'} {self.verdict}", "green" if self.same else "bold red")
+        for name, text in self.fields():
+            writer.field(name, text, 6 if name == "why" else 3)
+        table = self.table()
+        if table.rows:
+            replace(table, rows=table.rows[:ROWS]).show(writer.file)
+        if len(table.rows) > ROWS:
+            writer.line(f"… and {count_noun(len(table.rows) - ROWS, 'more row')}")
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Write the comparison as one .html file."""
+        from regard.health.report.page.comparison_page import save_page
+
+        return save_page(self, path)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: where B differs, if it does."""
+        return self.cause if self.same else f"B differs from A at {self.where or 'the output'}"
+
+    def fields(self) -> list[tuple[str, str]]:
+        """What the verdict does not say, each with a name: why, what to do first, what that gains, how sure it is."""
+        amount = "an unknown part" if math.isnan(self.output) else _number(self.output)
+        outputs = ("outputs", f"differ by {amount} of their size; rounding explains {_number(self.rounding)}")
+        if self.same:
+            return [outputs, ("notes", " ".join(self.notes))]
+        layer = "" if self.first is None else f"{self.first}, in {self._list_parts()}"
+        gain = "not known: the loss of both was not measured"
+        if self.losses is not None:
+            a, b = (one.describe() for one in self.losses)
+            gain = f"loss {a} in A, {b} in B ({self.losses[0].kind})"
+        sure = TRIED if self.named else UNTRIED.format(", ".join(self.tried) or "nothing")
+        return [
+            ("why", self.cause), ("since", layer), outputs, ("do first", FIRST), ("gain", gain), ("sure", sure),
+            ("unchecked", UNCHECKED), ("notes", " ".join(self.notes)),
+        ]  # fmt: skip
+
+    def _list_parts(self) -> str:
+        return ", ".join(f"{part} ({_number(getattr(self.first, part))})" for part in self.parts)
+
+    def table(self) -> Table:
+        """The relative difference of each tensor of each layer."""
+        title = f"relative differences, {self.given}; of several the largest"
+        return Table(["layers", "name of the first", *PARTS], self._rows(), title, PARTS)
 
     def _rows(self) -> list[list[str]]:
-        """A row per layer; from 13 layers on one per run of layers in which the same tensors differ."""
+        """A row per layer; of many layers one per run of layers in which the same tensors differ."""
         runs = [[one] for one in self.layers]
-        if len(runs) > LISTED:
+        if len(runs) > ROWS:
             runs = [list(run) for _, run in groupby(self.layers, key=lambda one: one.differs)]
         rows = []
         for run in runs:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import inspect
 import os
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from regard.health.comparing.fingerprint import Fingerprint
 from regard.health.comparing.fingerprints import compare_fingerprints
-from regard.health.comparing.models import compare_models
+from regard.health.comparing.models import BATCHES, compare_models
 from regard.health.comparing.result import ModelComparison
 from regard.health.comparing.take import fingerprint
+from regard.health.measure.batches import as_batches, evaluation_mode, is_function
+from regard.health.probe.task import LossReading
+from regard.health.probe.trial import Trial
 
 FILES = (".regard", ".safetensors")
 
@@ -28,7 +34,9 @@ def is_side(x: Any) -> bool:
 def compare_sides(a: Any, b: Any, batches: Any = None, tolerance: float | None = None) -> ModelComparison:
     """Compare models, fingerprints and dumps: two models on `batches`, else by their fingerprints."""
     if isinstance(a, nn.Module) and isinstance(b, nn.Module):
-        return compare_models(a, b, batches, tolerance)
+        given = batches if batches is None or is_function(batches) else list(islice(as_batches(batches), BATCHES))
+        found = compare_models(a, b, given, tolerance)
+        return found if found.same or is_function(given) else replace(found, losses=measure_losses((a, b), given))
     for name, one in (("a", a), ("b", b)):
         if not is_side(one):
             said = type(one).__name__ if not isinstance(one, (str, os.PathLike)) else repr(str(one))
@@ -40,6 +48,20 @@ def compare_sides(a: Any, b: Any, batches: Any = None, tolerance: float | None =
         raise ValueError("batches is missing: the fingerprint holds no token ids, because its inputs were none")
     taken = [one if isinstance(one, Fingerprint) else fingerprint(one, _fit(one, given)) for one in read]
     return compare_fingerprints(taken[0], taken[1], tolerance)
+
+
+def measure_losses(models: tuple[nn.Module, nn.Module], batches: Any) -> tuple[LossReading, LossReading] | None:
+    """The losses of two models on the same batches; None where they have none, or not the same."""
+    found = []
+    for model in models:
+        trial = Trial(model, batches, [], [], None, None)
+        with evaluation_mode(list(model.named_modules())), torch.no_grad(), trial.probe.active():
+            try:
+                found.append(trial.loss_reading)
+            except Exception:  # a model that refuses to run is compared without
+                return None
+    a, b = found
+    return None if a is None or b is None or a.kind != b.kind else (a, b)
 
 
 def _fit(model: nn.Module, batches: Any) -> Any:

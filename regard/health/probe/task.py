@@ -43,6 +43,12 @@ class LossReading:
     bigram: float | None = None
     uniform: float | None = None  # ln(vocabulary)
 
+    def describe(self) -> str:
+        """`2.25 ± 0.07`, without an interval of one sequence."""
+        half, size = (self.high - self.low) / 2, math.log10(max(abs(self.mean), 1e-9))
+        spread = f" ± {round(half, 2 - math.floor(size)) or half:.2g}" if math.isfinite(half) else ""
+        return f"{self.mean:.3g}{spread}"
+
     def to_json(self) -> dict[str, Any]:
         """The reading as schema.json describes it; numbers that are not finite are None."""
         return {key: finite(value) for key, value in asdict(self).items()}

@@ -16,7 +16,7 @@ from regard.health.report import files
 from regard.health.report.report import Report
 from regard.health.report.saved import load_report
 from regard.health.report.screen import describe_gain, describe_skipped
-from regard.health.report.summary import ROOT, list_names, name_layers, name_places
+from regard.health.report.summary import ROOT, list_names, name_layers, name_places, was_checked
 from regard.health.report.terminal import average
 from regard.health.report.writer import Writer, fold_numbers, printable
 from regard.table import Table, count_noun, format_number
@@ -24,7 +24,7 @@ from regard.table import Table, count_noun, format_number
 SHOWN = {"entropy ratio": "entropy_ratio", "max weight": "max_weight", "gain ratio": "gain_ratio"}
 ROWS = 6  # of the table of layers on the screen
 
-MARKS = {"same": "✓", "better": "✓", "worse": "✗", "different": "≠"}
+MARKS = {"same": "✓", "better": "✓", "worse": "✗", "different": "≠", "unknown": "–"}
 
 UNSURE = "Statistics are compared, not outputs; regard compare MODEL MODEL compares those."
 
@@ -72,6 +72,7 @@ class Comparison:
 
     Attributes:
         new, resolved, changed: kinds of findings in B only, in A only, and in both but of other heads.
+        unchecked: kinds of findings in one report only, and "A" or "B", where their check was not made.
         first_differences: per statistic, the first layer that differs; a statistic that agrees everywhere is left out.
         names: what A and B are called: the file's name, or the report's title.
     """
@@ -86,26 +87,29 @@ class Comparison:
             FindingChange(kind, heads_a.get(kind, none), heads_b.get(kind, none), layers)
             for kind in sorted(heads_a.keys() | heads_b.keys())
         ]
-        self.new = [change for change in changes if not change.heads_a]
-        self.resolved = [change for change in changes if not change.heads_b]
+        new, gone = ([one for one in changes if one.kind not in found] for found in (heads_a, heads_b))
+        self.new = [one for one in new if was_checked(a, one.kind)]
+        self.resolved = [one for one in gone if was_checked(b, one.kind)]
+        self.unchecked = [(one, "A") for one in new if one not in self.new]
+        self.unchecked += [(one, "B") for one in gone if one not in self.resolved]
         self.changed = [c for c in changes if c.heads_a and c.heads_b and c.heads_a != c.heads_b]
         self.first_differences = {one.statistic: one for one in _first_differences(a, b, tolerance)}
 
     @property
     def verdict(self) -> tuple[str, str]:
-        """`better`, `worse`, `same` or `different`, and a sentence: which findings and which loss B has instead."""
+        """`better`, `worse`, `same`, `different` or `unknown`, and a sentence: which findings and which loss B has."""
         causes = (self._keep_causes(side) for side in (self.new, self.resolved))
         worse, better = ([describe_change(one) for one in side] for side in causes)
         parts = [f"{said}{', '.join(names)}" for said, names in (("", worse), ("no more ", better)) if names]
         gaps = [f"{letter}{describe_gaps(one, checks=False)}" for letter, one in self._unfinished()]
         if gaps:
-            return "different", f"No verdict: {' and '.join(gaps)}."
+            return "unknown", f"No verdict: {' and '.join(gaps)}."
         agree = not (parts or self.first_differences or self.changed)
         if not parts and not agree:
             first = name_layers([self.first_layer], list_names(self.a, self.b))
             parts = [f"since {first}, with the same causes"]
-        losses = [describe_loss_of(report) for report in (self.a, self.b)]
-        beside = [f"loss {losses[0]} → {losses[1]}"] if all(losses) else []
+        losses = [report.loss.describe() for report in (self.a, self.b) if report.loss is not None]
+        beside = [f"loss {' → '.join(losses)}"] if len(losses) == 2 else []
         by_loss = compare_losses(self.a.loss, self.b.loss, self.tolerance)
         if agree and not by_loss:
             return "same", f"{'; '.join(['B is the same as A in attention statistics', *beside])}."
@@ -126,11 +130,11 @@ class Comparison:
         return "unseen" if self._unfinished() else "gone in B"
 
     def _keep_causes(self, changes: Sequence[FindingChange]) -> list[FindingChange]:
-        """The changes that are causes and no notes."""
+        """The changes that are causes and no notes, the gravest first."""
         if self._unfinished():
             return []  # what was not measured was not resolved
-        kinds = {one.kind for report in (self.a, self.b) for one in report.diagnosis if one.severity != "note"}
-        return [change for change in changes if change.kind in kinds]
+        kinds = [one.kind for report in (self.a, self.b) for one in report.diagnosis if one.severity != "note"]
+        return sorted((one for one in changes if one.kind in kinds), key=lambda one: kinds.index(one.kind))
 
     @property
     def new_causes(self) -> list[Cause]:
@@ -162,7 +166,8 @@ class Comparison:
             rest = [describe_change(one) for one in changes if one not in told]
             fields += [(title, "; ".join(rest))] if rest else []
         fields += [("changed", str(change)) for change in self.changed]
-        if not (self.new or self.resolved or self.changed):
+        fields += [("unchecked", f"in {side}: {describe_change(one)}") for one, side in self.unchecked]
+        if not (self.new or self.resolved or self.changed or self.unchecked):
             fields.append(("findings", "the same in both"))
         fields.append(("first", self.describe_first_difference()))
         return fields + [
@@ -210,8 +215,7 @@ class Comparison:
         most = ", ".join(f"{where} {before} → {after}" for where, before, after, _ in changed)
         fields = [("heads", f"entropy ratio of {most}")] if most else []
         for name, text in [*self._fields(), *fields, ("sure", UNSURE)]:
-            for line, style in writer.field(name, text, 1 if name in ("A", "B", "heads") else 2, indent=0):
-                writer.line(line, style)
+            writer.field(name, text, 1 if name in ("A", "B", "heads") else 2)
         layers = compare_layers(self.a, self.b)
         left = len(layers.rows) - ROWS
         more = [f"… and {count_noun(left, 'more layer')} that differ"] if left > 0 else []
@@ -310,7 +314,7 @@ def describe_gaps(report: Report, checks: bool = True) -> str:
         gaps.append(f"layers not measured: {len(report.unmeasured)}")
     if report.interrupted:
         gaps.append(f"not finished: {report.interrupted}")
-    if checks and report.checks is not None and report.checks.skipped:
+    if checks and report.heads and (report.checks is None or report.checks.skipped):
         gaps.append(describe_skipped(report, True).replace(" (-v says why)", ""))
     return f": {'; '.join(gaps)}" if gaps else ""
 
@@ -375,15 +379,6 @@ def compare_layers(a: Report, b: Report) -> Table:
 def _largest(heads: Sequence[HeadReading]) -> str:
     values = [x for head in heads if (x := head.statistics.max("max_logit")) == x]
     return format_number(max(values)) if values else "–"
-
-
-def describe_loss_of(report: Report) -> str:
-    """`2.25 ± 0.07`, without an interval of one sequence; empty if the loss is not known."""
-    loss = report.loss
-    if loss is None:
-        return ""
-    half = (loss.high - loss.low) / 2
-    return f"{loss.mean:.3g} ± {half:.1g}" if math.isfinite(half) else f"{loss.mean:.3g}"
 
 
 def compare_losses(a: LossReading | None, b: LossReading | None, tolerance: float) -> str:

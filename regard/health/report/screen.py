@@ -75,15 +75,18 @@ DETAILS = (
 )  # fmt: skip
 
 
-def show_screen(report: Report, file: TextIO | None = None, page: str = "") -> None:
-    """Prints the report in at most 23 lines of 80 columns, in more on a taller terminal; `page` has the rest."""
+def show_screen(report: Report, file: TextIO | None = None, page: str = "", below: Sequence[str] = ()) -> None:
+    """Prints the report, and lines `below` it, in 23 lines of 80 columns, in more on a taller terminal.
+
+    `page` names the files that have the rest.
+    """
     writer = Writer(file)
-    most = max(HEIGHT, min(writer.height - 1, TALL))
+    most = max(HEIGHT, min(writer.height - 1, TALL)) - len(below)
     for detail in DETAILS:
         lines = list(_compose(writer, report, page, detail))
         if len(lines) <= most:
             break
-    for text, style in lines:
+    for text, style in [*lines, *((line, "") for line in below)]:
         writer.line(text, style, most=1)
 
 
@@ -104,10 +107,11 @@ def _compose(writer: Writer, report: Report, page: str, detail: Detail) -> Itera
         yield from _describe_cause(writer, report, number, cause, detail)
     if not shown and report.heads:
         for note in causes[:NOTED]:
-            yield from writer.field("noted", f"{note.code} {note.kind}: {note.evidence}", 2, indent=0)
+            yield from writer.list_field("noted", f"{note.code} {note.kind}: {note.evidence}", 2, indent=0)
         for one in find_unusual(report.heads, 1):
-            yield from writer.field("unusual", f"{one.head.layer or ROOT}, head {one.head.head}: {one}", 1, indent=0)
-        yield from writer.field("sure", UNSURE, 2, indent=0)
+            text = f"{one.head.layer or ROOT}, head {one.head.head}: {one}"
+            yield from writer.list_field("unusual", text, 1, indent=0)
+        yield from writer.list_field("sure", UNSURE, 2, indent=0)
     if report.heads:
         yield from _draw_map(report, shown, detail.rows)
     yield from _foot(writer, report, causes, shown or causes[:NOTED], page, detail)
@@ -149,17 +153,17 @@ def _describe_cause(writer: Writer, report: Report, number: int, cause: Cause, d
     )
     is_first = number == 1
     found, do = (detail.first, detail.first) if is_first else (detail.found, detail.do)
-    yield from writer.field("found", cause.evidence, found)
+    yield from writer.list_field("found", cause.evidence, found)
     if is_first and cause.symptoms:
-        yield from writer.field("so", ", ".join(dict.fromkeys(one.kind for one in cause.symptoms)), 1)
+        yield from writer.list_field("so", ", ".join(dict.fromkeys(one.kind for one in cause.symptoms)), 1)
     alone = is_first or detail.tried > 1  # a gain has its own line
     effect = "" if alone else _describe_effect(report, cause)
-    for line, _ in writer.field("do first" if is_first else "do", cause.fix.rstrip(".") + (effect or "."), do):
+    for line, _ in writer.list_field("do first" if is_first else "do", cause.fix.rstrip(".") + (effect or "."), do):
         yield line, "bold" if is_first else ""
     for at, gain in enumerate(describe_gain(report, cause)[: detail.tried if is_first else 1] if alone else ()):
-        yield from writer.field("gain now" if at == 0 else "", gain, 1 + (detail.tried > 1))
+        yield from writer.list_field("gain now" if at == 0 else "", gain, 1 + (detail.tried > 1))
     if is_first:
-        yield from writer.field("sure", describe_proof(cause), detail.sure)
+        yield from writer.list_field("sure", describe_proof(cause), detail.sure)
 
 
 def describe_proof(cause: Cause) -> str:
@@ -293,24 +297,33 @@ def _foot(
         rest = f"; and {count_noun(len(report.unmeasured) - 1, 'more layer')}" if len(report.unmeasured) > 1 else ""
         lines.append(("unread", f"{layer or 'the model itself'}: {reason}{rest}"))
     for name, text in lines:
-        yield from writer.field(name, text, 1, indent=0)
-    yield from writer.field("skipped", describe_skipped(report, detail.skipped > 1), detail.skipped, indent=0)
+        yield from writer.list_field(name, text, 1, indent=0)
+    yield from writer.list_field("skipped", describe_skipped(report, detail.skipped > 1), detail.skipped, indent=0)
     if page:
         yield f"{'page':<{writer.LABEL}}{page}", ""
 
 
 def describe_skipped(report: Report, listed: bool) -> str:
-    """How many checks were made, and which were not: those that ran out of time first, then the gravest."""
-    if report.checks is None:
-        return "every check but those of the heads' numbers: the model was only measured"
-    late = list_late(report)
-    others = [name for name, _ in report.checks.skipped if name not in late]
-    made = f"{count_noun(count_made(report), 'check')} made, {len(late) + len(others)} not"
-    if late:
-        made += f", {len(late)} out of time: give more with --seconds"
-    if not late + others:
+    """How many checks were made, and which were not."""
+    made, left = count_checks(report), list_unmade(report)
+    if not left:
         return made
-    return f"{made} (-v says why): {'; '.join(late + others)}" if listed else f"{made}; -v lists them, with the reasons"
+    return f"{made} (-v says why): {'; '.join(left)}" if listed else f"{made}; -v lists them, with the reasons"
+
+
+def count_checks(report: Report) -> str:
+    """`45 checks made, 3 not`."""
+    made = f"{count_noun(count_made(report), 'check')} made"
+    if report.checks is None:
+        return f"{made}, of the heads' numbers alone: the model was not run again"
+    late = len(list_late(report))
+    return f"{made}, {len(list_unmade(report))} not" + f", {late} out of time: give more with --seconds" * bool(late)
+
+
+def list_unmade(report: Report) -> list[str]:
+    """The checks that were not made: those that ran out of time first, then the gravest."""
+    late, skipped = list_late(report), [] if report.checks is None else report.checks.skipped
+    return late + [name for name, _ in skipped if name not in late]
 
 
 def _mean(values: Sequence[float]) -> float:

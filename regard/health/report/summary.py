@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,9 +75,7 @@ def describe_loss(report: Report) -> str:
     loss = report.loss
     if loss is None:
         return ""
-    half, size = (loss.high - loss.low) / 2, math.log10(max(abs(loss.mean), 1e-9))
-    spread = f" ± {round(half, 2 - math.floor(size)) or half:.2g}" if math.isfinite(half) else ""
-    text = f"loss {loss.mean:.3g}{spread} ({loss.kind}, {count_noun(loss.sequences, 'sequence')})"
+    text = f"loss {loss.describe()} ({loss.kind}, {count_noun(loss.sequences, 'sequence')})"
     if loss.unigram is None or loss.bigram is None:
         return text
     if loss.tokens and loss.tokens < LEAST_TOKENS:
@@ -102,8 +99,18 @@ def describe_extent(report: Report) -> str:
 
 def count_made(report: Report) -> int:
     """How many checks were made: those of the heads' numbers, and those that run the model."""
-    looked_for = report.how.get("looked_for", checks.kinds(runs=False)) if report.heads else ()
-    return len(looked_for) + (0 if report.checks is None else len(report.checks.done))
+    return len(list_looked_for(report)) + (0 if report.checks is None else len(report.checks.done))
+
+
+def list_looked_for(report: Report) -> list[str]:
+    """The kinds of findings that were looked for in the heads' numbers."""
+    return report.how.get("looked_for", checks.kinds(runs=False)) if report.heads else []
+
+
+def was_checked(report: Report, kind: str) -> bool:
+    """True if a finding of this kind, or of one that no check has any more, would be in the report."""
+    done = () if report.checks is None else report.checks.done
+    return kind in list_looked_for(report) or kind in checks.kinds_of(done) or kind not in checks.kinds()
 
 
 def list_late(report: Report) -> list[str]:

@@ -64,7 +64,12 @@ class Writer:
             else:
                 print(self._encodable(part), file=self.file)
 
-    def field(self, name: str, text: str, most: int = 2, indent: int = 4) -> Iterator[tuple[str, str]]:
+    def field(self, name: str, text: str, most: int = 2) -> None:
+        """Prints `name  text` in at most so many lines; nothing if the text is empty."""
+        for line, style in self.list_field(name, text, most, indent=0):
+            self.line(line, style)
+
+    def list_field(self, name: str, text: str, most: int = 2, indent: int = 4) -> Iterator[tuple[str, str]]:
         """Lines `name  text` without style, later ones under the text; none if the text is empty or `most` is 0."""
         label = f"{' ' * indent}{name:<{self.LABEL}}"
         if text and most:

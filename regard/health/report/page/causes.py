@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from regard.health import checks
 from regard.health.checks.finding import Finding
 from regard.health.contract.diagnosis import Cause
+from regard.health.probe.task import WORDS
 from regard.health.report.glossary import link, link_words
 from regard.health.report.page.document import escape
 from regard.health.report.report import Report
@@ -27,30 +28,32 @@ def make_causes(report: Report, causes: Sequence[Cause], title: str = "What is w
     items = "".join(_item(report, cause, number) for number, cause in enumerate(causes[:SHOWN], 1))
     left = count_noun(len(causes) - SHOWN, "more cause")
     more = f'<p class="meaning">and {left}, <a href="#findings">below</a>.</p>' if len(causes) > SHOWN else ""
-    return f"""<section id="causes"><h2>{title}</h2>{_first_step(causes[0])}
+    return f"""<section id="causes"><h2>{title}</h2>{_first_step(report, causes[0])}
 <ol class="causes">{items}</ol>{more}</section>"""
 
 
-def _first_step(cause: Cause) -> str:
-    command = name_command(cause.finding)
+def _first_step(report: Report, cause: Cause) -> str:
+    tried = {} if report.checks is None else report.checks.what_if
+    command = name_command(cause.finding, [name for name, one in tried.items() if one.word == WORDS["worse"]])
     return f"""<p class="first-step"><b>Do first:</b> {link_words(cause.fix)}</p>
 <p class="command"><code id="command" tabindex="0">{escape(command)}</code>
 <button type="button" id="copy" data-copy="{escape(command)}">Copy</button></p>"""
 
 
-def name_command(finding: Finding) -> str:
-    """What to run first: the change that may cure it, or the explanation of its code.
+def name_command(finding: Finding, worse: Sequence[str] = ()) -> str:
+    """What to run first: the change that may cure it and did not make it `worse`, or the explanation of its code.
 
     >>> from types import SimpleNamespace
     >>> from regard.health.report.page.causes import name_command
     >>> name_command(SimpleNamespace(what_if=("qk_norm",), code="RG301"))
     'with regard.using(model, qk_norm=True): ...'
-    >>> name_command(SimpleNamespace(what_if=(), code="RG101"))
-    'regard rule RG101'
+    >>> name_command(SimpleNamespace(what_if=("qk_norm",), code="RG301"), worse=["qk_norm"])
+    'regard rule RG301'
     """
-    if not finding.what_if:
+    names = [name for name in finding.what_if if name not in worse]
+    if not names:
         return f"regard rule {finding.code}"
-    change = parse(finding.what_if[0])
+    change = parse(names[0])
     options = [f"{name}={value!r}" for name, value in change.options.items() if isinstance(value, (str, int, float))]
     return f"with regard.using(model, {', '.join([*options, *['qk_norm=True'] * change.qk_norm])}): ..."
 
@@ -81,10 +84,9 @@ def _advice(cause: Cause, gains: str, is_first: bool) -> str:
 def _place(report: Report, cause: Cause) -> str:
     """Where it is, as a button that shows only this cause on the map."""
     where = describe_place(report, cause.finding)
-    text = f"{where[:1].upper()}{where[1:]}"
     if not cause.finding.places:
-        return f'<span class="place">{escape(text)}.</span> '
-    return f"{make_button(text, min(cause.finding.places), cause.kind)} "
+        return f'<span class="place">{escape(where)}:</span> '
+    return f"{make_button(where, min(cause.finding.places), cause.kind)} "
 
 
 def make_button(text: str, place: tuple[int, int], kind: str = "") -> str:

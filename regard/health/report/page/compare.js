@@ -10,11 +10,12 @@
     return a === null || b === null ? null : b - a;
   };
 
-  // a fall is blue, a rise is red, no change is grey
+  // a fall is blue, a rise is red, no change is the grey of the theme
+  const rest = matchMedia("(prefers-color-scheme: dark)").matches ? [58, 64, 74] : [222, 222, 218];
   const diverging = (t) => {
     if (t === null || Number.isNaN(t)) return "rgb(128 128 128 / 0.25)";
     const x = Math.min(Math.max(2 * t - 1, -1), 1), end = x < 0 ? [38, 103, 168] : [190, 60, 45];
-    return `rgb(${[222, 222, 218].map((c, i) => Math.round(c + (end[i] - c) * Math.abs(x))).join(" ")})`;
+    return `rgb(${rest.map((c, i) => Math.round(c + (end[i] - c) * Math.abs(x))).join(" ")})`;
   };
 
   const state = { statistic: 0, layer: 0, head: 0 };

@@ -1,9 +1,14 @@
 """The page of a `Comparison`: what changed, tables, and a map of A, of B and of B − A for every statistic."""
 
+from __future__ import annotations
+
+import os
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from regard.health.measure.heads import HeadReading
+from regard.health.report import files
 from regard.health.report.comparison import (
     UNSURE,
     Comparison,
@@ -16,10 +21,14 @@ from regard.health.report.page.causes import SHOWN, make_button, make_causes
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import KEYS, describe_statistics, list_layers, list_numbers
 from regard.health.report.report import Report
+from regard.health.report.screen import count_checks, list_unmade
 from regard.health.report.summary import name_places
 from regard.table import Table, count_noun
 
-TONES = {"same": "clean", "better": "clean", "worse": "critical", "different": "warning"}
+if TYPE_CHECKING:
+    from regard.health.comparing.result import ModelComparison
+
+TONES = {"same": "clean", "better": "clean", "worse": "critical", "different": "warning", "unknown": "warning"}
 LIMIT = 2_500_000  # bytes of the packed numbers
 DETAILS = ((KEYS, 5), (KEYS, 3), (KEYS[:1], 3))  # which numbers of a statistic, to how many digits
 
@@ -33,8 +42,8 @@ def render(comparison: Comparison, heads: int) -> str:
 <p class="brand">regard · two attention reports</p>
 <h1>{escape(first)} <span class="versus">and</span> {escape(second)} <span class="pill {TONES[word]}">{word}</span></h1>
 <div class="summary"><p><b>{link_words(sentence)}</b></p>
-{_describe_side("A", first, a)}{_describe_side("B", second, b)}
-<p>First: {escape(comparison.describe_first_difference())}.</p><p class="meaning">{UNSURE}</p></div>
+<p>First: {escape(comparison.describe_first_difference())}. <span class="none">{UNSURE}</span></p>
+{_describe_side("A", first, a)}{_describe_side("B", second, b)}</div>
 </header>"""
     body = [header, f'<div class="first">{_changes(comparison)}{MAPS if a.heads or b.heads else ""}</div>']
     body += [HEAD] if a.heads or b.heads else []
@@ -48,9 +57,12 @@ def render(comparison: Comparison, heads: int) -> str:
 
 
 def _describe_side(letter: str, name: str, report: Report) -> str:
-    text = f"{letter}: {describe_name(name, report)}{describe_gaps(report)}"
-    source = report.how.get("input")
-    return f"<p>{escape(text)}{escape(f', measured on {source}') if source else ''}</p>"
+    text = f"{letter}: {describe_name(name, report)}{describe_gaps(report, checks=False)}"
+    if not report.heads:
+        return f"<p>{escape(text)}</p>"
+    rest = [f"measured on {report.how.get('input', 'the batches given to regard.examine')}", *list_unmade(report)]
+    return f"""<details class="about"><summary>{escape(f"{text}: {count_checks(report)}")}</summary>
+<p>{escape("; ".join(rest))}</p></details>"""
 
 
 def _changes(comparison: Comparison) -> str:
@@ -60,6 +72,8 @@ def _changes(comparison: Comparison) -> str:
         ("New in B", comparison.new, comparison.b),
         (comparison.gone.capitalize().replace(" b", " B"), comparison.resolved, comparison.a),
         ("In other heads", comparison.changed, comparison.b),
+        ("Not checked in A", [one for one, side in comparison.unchecked if side == "A"], comparison.b),
+        ("Not checked in B", [one for one, side in comparison.unchecked if side == "B"], comparison.a),
     )
     parts, empty, count = [], [], 0
     for title, changes, report in groups:
@@ -69,7 +83,7 @@ def _changes(comparison: Comparison) -> str:
         others.sort(key=lambda one: one.kind not in told)
         cards = "".join(_card(change, severity.get(change.kind, "note")) for change in others)
         parts.append(f"<h3>{title}</h3>{cards}" if cards else "")
-        empty += [] if changes else [title]
+        empty += [] if changes or title.startswith("Not") else [title]
         count += len(others)
     none = f'<p class="none">{", ".join(empty)}: nothing.</p>' if empty else ""
     cards = "".join(parts)
@@ -91,6 +105,21 @@ def _card(change: FindingChange, severity: str) -> str:
 <p>{escape(FINDINGS.get(change.kind, ""))}</p>{rows}</article>"""
 
 
+def save_page(comparison: ModelComparison, path: str | os.PathLike) -> Path:
+    """Writes the page of two models that were compared: the verdict, why, what to do first, a table of layers."""
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"path must end in .html, got {str(path)!r}")
+    tone, word = ("clean", "same") if comparison.same else ("critical", "different")
+    fields = "".join(
+        f"<dt>{escape(name)}</dt><dd>{link_words(text)}</dd>" for name, text in comparison.fields() if text
+    )
+    table = comparison.table()
+    body = f"""<header><p class="brand">regard · two models</p>
+<h1>{escape(comparison.verdict)} <span class="pill {tone}">{word}</span></h1></header>
+<dl class="fields">{fields}</dl>{_table(table, is_open=True) if table.rows else ""}{make_glossary()}"""
+    return files.write(path, make_document(title=comparison.verdict, body=body))
+
+
 def make_payload(a: Report, b: Report, keys: Sequence[str], digits: int) -> dict[str, Any]:
     return dict(
         **describe_statistics(),
@@ -104,7 +133,7 @@ def _pack_head(head: HeadReading, keys: Sequence[str], digits: int) -> dict[str,
     return dict(layer=head.index, head=head.head, numbers=list_numbers(head.to_json()["statistics"], keys, digits))
 
 
-def _table(table: Table) -> str:
+def _table(table: Table, is_open: bool = False) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
     aligned = ' class="text"' if not table.numbers else ""
     rows = "".join(
@@ -112,7 +141,7 @@ def _table(table: Table) -> str:
         for first, *rest in table.rows
     )
     title = f"{table.title[:1].upper()}{table.title[1:]}"
-    return f"""<section><details class="about"><summary>{escape(title)}</summary>
+    return f"""<section><details class="about"{" open" * is_open}><summary>{escape(title)}</summary>
 <div class="scroll" tabindex="0"><table{aligned}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>
 </details></section>"""
 

@@ -32,7 +32,7 @@
   }
 
   // every layer fits into the window: rows get lower as there are more of them
-  const size = Math.max(12, Math.min(46, Math.floor((document.querySelector(".first") ? 330 : 700) / widest))), left = 34, top = 20;
+  const size = Math.max(12, Math.min(46, Math.floor((document.querySelector(".first") ? 290 : 700) / widest))), left = 34, top = 20;
   const high = Math.max(9, Math.min(size, Math.floor(430 / data.layers.length)));
   byId("map").parentElement.style.width = `${Math.max(left + widest * size + 4, 240)}px`;
   const rings = new Map();

@@ -17,17 +17,17 @@ from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
 from regard.health.report.page.problems import checks_of, make_problems
 from regard.health.report.report import Report
-from regard.health.report.screen import UNSURE
+from regard.health.report.screen import UNSURE, count_checks, list_unmade
 from regard.health.report.summary import (
     ROOT,
     count_causes,
     count_kinds,
-    count_made,
     describe_extent,
     describe_loss,
     describe_mixers,
     describe_no_findings,
     list_late,
+    list_looked_for,
 )
 from regard.health.report.terminal import average
 from regard.table import count_noun, format_number
@@ -109,14 +109,9 @@ def _header(report: Report) -> str:
 def _describe_extent(report: Report) -> str:
     """`Measured on the built-in sample. 21 checks made, 2 not: …`, with a link to the reasons."""
     source = escape(str(report.how.get("input", "the batches given to regard.examine")))
-    if report.checks is None:
-        return f'Measured on {source}; <a href="#checked">what was not checked</a>.'
-    late = list_late(report)
-    left = late + [name for name, _ in report.checks.skipped if name not in late]
-    names = shorten("; ".join(left), NAMES, placeholder=" …")
-    more = f", {len(late)} out of time: give more with --seconds" if late else ""
-    listed = f': {escape(names)} (<a href="#checked">why</a>)' if left else ""
-    return f"Measured on {source}. {count_noun(count_made(report), 'check')} made, {len(left)} not{more}{listed}."
+    names = shorten("; ".join(list_unmade(report)), NAMES, placeholder=" …")
+    why = ' (<a href="#checked">why</a>)'
+    return f"Measured on {source}. {escape(count_checks(report))}{f': {escape(names)}' if names else ''}{why}."
 
 
 def _describe_text(report: Report) -> str:
@@ -240,7 +235,7 @@ def _what_if_row(
 def _checked(report: Report) -> str:
     """What was checked, and what was not: layers that could not be measured, checks that were not made."""
     found = {finding.kind for finding in report.findings}
-    passed = [kind for kind in report.how.get("looked_for", registry.kinds(runs=False)) if kind not in found]
+    passed = [kind for kind in list_looked_for(report) if kind not in found]
     checks = checks_of(report)
     true = registry.passed(checks.get("done", ()), found)
     done = f"<p>Also true: {escape('; '.join(true))}.</p>" if true else ""

@@ -17,7 +17,7 @@ from regard.health.measure.batches import evaluation_mode, is_function, max_posi
 from regard.health.measure.one_pass import name_model
 from regard.health.measure.query_rows import is_two_sided, padding_of
 from regard.health.tokens.reader import TokenReader
-from regard.health.tokens.text import cut, is_plain, list_special, name_tokens, read_sides, repeat_tokens
+from regard.health.tokens.text import cut, list_special, name_tokens, read_plain, read_sides, repeat_tokens
 from regard.health.tokens.view import HeadLook, Look
 
 TOP = 4  # keys of a row
@@ -78,11 +78,11 @@ def look(
     model = as_written(model)
     room = max_positions(model)
     batch = _as_batch(model, batch, tokenizer)
-    if is_plain(batch):
-        ids = batch["input_ids"] if isinstance(batch, Mapping) else batch if isinstance(batch, Tensor) else batch[0]
-        if sequence >= len(ids):
-            raise ValueError(f"sequence must be below the batch's {len(ids)} sequences, got {sequence}")
-        batch = cut(batch, sequence)
+    plain = read_plain(batch, model)
+    if plain is not None:
+        if sequence >= len(plain.ids):
+            raise ValueError(f"sequence must be below the batch's {len(plain.ids)} sequences, got {sequence}")
+        batch = cut(plain, sequence)
     elif sequence:
         raise ValueError("sequence: only a batch of token ids can be cut; pass the one sequence itself")
     options: dict[str, Any] = dict(layer=layer, head=head)
@@ -92,7 +92,7 @@ def look(
             return choose_rows(rows, queries)
 
     reader = TokenReader(
-        read_sides(batch, tokenizer), list_special(tokenizer), rows=chosen, top=top,
+        read_sides(batch, tokenizer, model), list_special(tokenizer), rows=chosen, top=top,
         padding=padding_of(batch, is_two_sided(model, (name for name, _ in model.named_modules()))), **options,
     )  # fmt: skip
     run_observed(model, batch, reader, room)
@@ -103,14 +103,15 @@ def look(
 
 def run_repeated(model: nn.Module, batch: Any, room: int, tokenizer: Any, options: dict) -> TokenReader | None:
     """Runs the model on random tokens that are repeated, to score induction; None if the batch is not of tokens."""
-    if not is_plain(batch):
+    plain = read_plain(batch, model)
+    if plain is None:
         return None
     special = set(list_special(tokenizer))
 
     def is_special(token: int) -> bool:
         return bool(special) and name_tokens(torch.tensor([token]), tokenizer)[0] in special
 
-    made = repeat_tokens(batch, room, is_special)
+    made = repeat_tokens(plain, room, is_special)
     if made is None:
         return None
     repeated, period = made
@@ -174,7 +175,7 @@ def _as_batch(model: nn.Module, batch: Any, tokenizer: Any) -> Any:
 
 def sample_tokens(model: nn.Module, short: Any, tokenizer: Any, room: int, title: str) -> dict[str, Any]:
     """What every head looks at on a short text (see `first_text`); {"reason": why} if the model cannot run on it."""
-    reader = TokenReader(read_sides(short, tokenizer), list_special(tokenizer), top=TOP, keeps_maps=False)
+    reader = TokenReader(read_sides(short, tokenizer, model), list_special(tokenizer), top=TOP, keeps_maps=False)
     try:
         run_observed(model, short, reader, room)
         seen = Look.of_layers(title, list(reader.layers.values()), None, None)

@@ -218,3 +218,23 @@ def test_text_needs_a_tokenizer():
         regard.look(TinyLM(layers=1), "some text")
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
         regard.look("gpt2", IDS)
+
+
+class NextCharacter(TinyLM):
+    """forward(idx, targets) gives (logits, loss), as nanoGPT's."""
+
+    def forward(self, idx, targets=None):
+        logits = super().forward(idx)
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("form", [lambda x, y: dict(idx=x), lambda x, y: dict(idx=x, targets=y), lambda x, y: (x, y)])
+def test_tokens_are_shown_whatever_the_ids_are_called(form):
+    torch.manual_seed(0)
+    model, ids = NextCharacter(layers=1, heads=2, width=16, length=64).eval(), torch.randint(0, 90, (2, 33))
+    x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    plain, seen = regard.look(model, x), regard.look(model, form(x, y))
+    assert seen.heads[0].tokens == [f"#{token}" for token in x[0].tolist()]
+    assert seen.heads[1].scores == plain.heads[1].scores and "induction" in seen.heads[1].scores
+    tokens = regard.examine(model, [form(x, y)], checks=False, tokenizer=str).tokens
+    assert tokens["text"] == [str(token) for token in x[0].tolist()] and len(tokens["heads"]) == 2

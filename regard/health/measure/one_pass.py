@@ -113,7 +113,7 @@ def measure(
     try:
         with evaluation_mode(modules), interception, mixers.reading(), torch.no_grad(), interception.torch_calls():
             for batch in batches:
-                first = first_text(batch) if done == 0 else first
+                first = first_text(batch, model) if done == 0 else first
                 if rounds is not None:
                     rounds.check_batch(done, batch)
                 if rounds is None or rounds.is_mine(done):

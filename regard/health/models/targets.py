@@ -25,7 +25,7 @@ def load_target(spec: str, **options: Any) -> Any:
     require_target(spec)
     if not loading.is_function(spec):
         return loading.load(spec, **options)
-    given = [name for name in ("text", "length", "dtype") if options[name] is not None]
+    given = [name for name in ("text", "length", "dtype") if options.get(name) is not None]
     if given:
         raise TargetError(f"{spec!r} brings its own model and batches; leave out --{given[0]}")
     if spec.startswith(TINY):

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.tokens.forms import Form, decoder_ids_of, form_of_mapping, form_of_parts, is_ids
+from regard.health.tokens.forms import DECODERS, Form, decoder_ids_of, form_of_mapping, form_of_parts, is_ids
 
 SPACES = {"Ġ": "␣", "▁": "␣", "Ċ": "⏎", "\n": "⏎", " ": "␣", "\t": "⇥"}  # as tokens are written
-IDS = {"input_ids": "encoder", "decoder_input_ids": "decoder"}
-MASKS = ("attention_mask", "decoder_attention_mask")
-PER_TOKEN = ("token_type_ids", "position_ids", "labels", "cache_position")
 LEAST_TOKENS = 8  # different ones, for a repeated sequence
 LONGEST_PERIOD = 48
 SHORT = 128  # tokens of the text that a report shows
@@ -45,14 +42,12 @@ def list_special(tokenizer: Any) -> list[str]:
     return [str(token) for token in getattr(tokenizer, "all_special_tokens", ())]
 
 
-def read_sides(batch: Any, tokenizer: Any = None, sequence: int = 0) -> dict[str, Side]:
-    """Returns the tokens of a batch's sequence by side ("encoder", "decoder"); empty if the batch holds none."""
-    given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {"input_ids": find_ids(batch)}
-    return {
-        side: Side(given[name][sequence].cpu(), name_tokens(given[name][sequence], tokenizer))
-        for name, side in IDS.items()
-        if is_ids(given.get(name))
-    }
+def read_sides(batch: Any, tokenizer: Any = None, model: nn.Module | None = None) -> dict[str, Side]:
+    """Returns the tokens of a batch's first sequence by side ("encoder", "decoder"); empty if the batch holds none."""
+    made = as_batch(batch, None, model)
+    keys = {"decoder" if made.key in DECODERS else "encoder": made.key, "decoder": made.decoder}
+    given = {side: made.get(key) for side, key in keys.items() if is_ids(made.get(key))}
+    return {side: Side(ids[0].cpu(), name_tokens(ids[0], tokenizer)) for side, ids in given.items()}
 
 
 def find_ids(batch: Any) -> Tensor | None:
@@ -62,55 +57,56 @@ def find_ids(batch: Any) -> Tensor | None:
     return batch if is_ids(batch) else None
 
 
-def is_plain(batch: Any) -> bool:
-    """True if a batch holds token ids and nothing that would have to be cut in another way."""
-    if not isinstance(batch, Mapping):
-        return find_ids(batch) is not None
-    known = {*IDS, *MASKS, *PER_TOKEN}
-    return is_ids(batch.get("input_ids")) and all(
-        name in known and (x is None or (isinstance(x, Tensor) and x.ndim == 2)) for name, x in batch.items()
-    )
+def read_plain(batch: Any, model: nn.Module | None = None) -> TokenBatch | None:
+    """Returns a batch of token ids and tensors of their shape alone, which are cut alike; None for any other."""
+    if not isinstance(batch, (Tensor, tuple, list, Mapping)):
+        return None
+    made = as_batch(batch, None, model)
+    if not is_ids(made.ids):
+        return None
+    shapes, given = {made.ids.shape, made.targets.shape}, [x for x in made.given if x is not None]
+    return made if all(isinstance(x, Tensor) and x.shape in shapes for x in given) else None
 
 
-def cut(batch: Any, sequence: int, length: int | None = None) -> Any:
-    """Returns a plain batch's one sequence: its first `length` tokens, without padding at the end."""
-    rows = slice(sequence, sequence + 1)
-    shown = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+def cut(batch: TokenBatch, sequence: int, length: int | None = None) -> Any:
+    """Returns a plain batch's one sequence: its first `length` tokens, without padding at the end and labels."""
+    rows, shown = slice(sequence, sequence + 1), batch.named.get("attention_mask")
     if shown is not None and bool(shown[sequence].any()):
         end = int(shown[sequence].nonzero()[-1]) + 1
         length = end if length is None else min(length, end)
-    if not isinstance(batch, Mapping):
-        return find_ids(batch)[rows, :length]  # type: ignore[index]
-    return {name: None if x is None else x[rows, :length] for name, x in batch.items() if name != "labels"}
+    short = batch.map(lambda x: None if x is None else x[rows, :length])
+    if batch.args:
+        return short.args
+    return {name: x for name, x in short.named.items() if batch.labels is None or batch.named[name] is not batch.labels}
 
 
-def first_text(batch: Any) -> Any:
+def first_text(batch: Any, model: nn.Module | None = None) -> Any:
     """Returns a copy of a batch's first tokens, which does not keep the batch alive; None if it holds no token ids."""
-    if not is_plain(batch):
+    made = read_plain(batch, model)
+    if made is None:
         return None
-    short = cut(batch, 0, SHORT)
+    short = cut(made, 0, SHORT)
     if isinstance(short, Mapping):
         return {name: None if x is None else x.clone() for name, x in short.items()}
-    return short.clone()
+    return tuple(x.clone() for x in short)
 
 
-def repeat_tokens(batch: Any, room: int, is_special: Callable[[int], bool]) -> tuple[Any, int] | None:
+def repeat_tokens(batch: TokenBatch, room: int, is_special: Callable[[int], bool]) -> tuple[Any, int] | None:
     """Returns a batch of random tokens twice over, and how many; None if the text has too few different tokens.
 
     They are the text's own tokens in a random order, behind the text's first token, where many heads rest.
     """
-    ids = batch["input_ids"] if isinstance(batch, Mapping) else find_ids(batch)
-    assert ids is not None
+    ids = batch.ids
     known = [token for token in ids.unique().tolist() if token != int(ids[0, 0]) and not is_special(token)]
     period = min(len(known), LONGEST_PERIOD, (room - 1) // 2)
-    if period < LEAST_TOKENS:
+    if period < LEAST_TOKENS or not all(map(is_ids, batch.args)):
         return None
     order = torch.randperm(len(known), generator=torch.Generator().manual_seed(0))[:period]
     once = torch.tensor(known)[order].to(ids)
     twice = torch.cat([ids[0, :1], once, once])[None]
-    if not isinstance(batch, Mapping):
-        return twice, period
-    return {name: twice for name in IDS if batch.get(name) is not None}, period
+    if batch.args:
+        return tuple(twice for _ in batch.args), period
+    return {str(name): twice for name in (batch.key, batch.decoder) if batch.get(name) is not None}, period
 
 
 @dataclass(frozen=True)
@@ -131,6 +127,11 @@ class TokenBatch:
         return None if key is None else self.named.get(key)
 
     @property
+    def given(self) -> tuple:
+        """Every argument."""
+        return (*self.args, *self.named.values())
+
+    @property
     def ids(self) -> Tensor:
         """The ids that the model reads, [B, N]: the encoder's if there are two; other inputs if there are no ids."""
         return self.get(self.key)
@@ -147,7 +148,7 @@ class TokenBatch:
     @property
     def count(self) -> int:
         """The number of rows: the length of the first axis of the first tensor."""
-        found = [x for x in (*self.args, *self.named.values()) if isinstance(x, Tensor) and x.ndim]
+        found = [x for x in self.given if isinstance(x, Tensor) and x.ndim]
         return found[0].shape[0] if found else 0
 
     @property
@@ -229,14 +230,14 @@ def as_token_batch(batch: Any, device: torch.device, model: nn.Module | None = N
     return made if is_ids(made.ids) and made.ids.shape[0] > 0 and made.ids.shape[1] > 1 else None
 
 
-def as_batch(batch: Any, device: torch.device, model: nn.Module | None = None) -> TokenBatch:
-    """Returns any batch on the model's device; `ids` is there only if it holds token ids.
+def as_batch(batch: Any, device: torch.device | None, model: nn.Module | None = None) -> TokenBatch:
+    """Returns any batch on a device, None for its own; `ids` is there only if it holds token ids.
 
     Labels that forward does not take, as a loader of (inputs, labels) gives them, are held apart if `model` is given.
     """
 
     def move(x: Any) -> Any:
-        return x.to(device) if isinstance(x, Tensor) else x
+        return x.to(device) if isinstance(x, Tensor) and device is not None else x
 
     if isinstance(batch, Mapping):
         named = {str(name): move(x) for name, x in batch.items()}

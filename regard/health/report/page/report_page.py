@@ -176,7 +176,7 @@ def _tokens(report: Report) -> str:
     """The view of what a head looks at; tokens.js fills it."""
     if report.tokens is None or "reason" in report.tokens:
         why = (report.tokens or {}).get(
-            "reason", "tokens are shown of batches that are token ids, or hold them as input_ids"
+            "reason", "tokens are shown of batches that are token ids, with masks and labels of their shape or none"
         )
         return f'<p class="none">No tokens to show: {escape(why)}.</p>'
     return """<div id="tokens"><p id="head-kind"></p>

@@ -75,21 +75,26 @@ def require_target(spec: str) -> None:
 def _require_module(name: str, spec: str) -> None:
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(name.split(".")[0]) if name else None
-    except (ImportError, ValueError):
-        found = None
+        is_there = bool(name) and _is_installed(name.split(".")[0])
     finally:
         sys.path.pop(0)
-    if found is None:
+    if not is_there:
         raise TargetError(f"{spec!r}: there is no module {name!r} in this folder or installed; write module:function")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def require_on_hub(name: str) -> None:
     """Asks the cache, then the hub, for WAIT seconds at most; an unclear answer is left to loading."""
-    try:
-        from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE
-    except ImportError:
-        raise TargetError('a hub name needs transformers: pip install "regard[hf]"') from None
+    if not _is_installed("transformers"):
+        raise TargetError('a hub name needs transformers: pip install "regard[hf]"')
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE, HF_HUB_OFFLINE
+
     if (Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir():
         return
     otherwise = "pass a folder, or hf-tiny:NAME for an architecture with random weights"
@@ -105,7 +110,8 @@ def require_on_hub(name: str) -> None:
         except urllib.error.HTTPError as error:
             answer.append("the hub has no model of that name" if error.code == 404 else "")
         except OSError as error:
-            answer.append(f"the hub cannot be reached ({getattr(error, 'reason', error)})")
+            reason = getattr(error, "reason", error)
+            answer.append("" if isinstance(reason, TimeoutError) else f"the hub cannot be reached ({reason})")
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

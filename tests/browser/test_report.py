@@ -173,7 +173,7 @@ def test_two_reports_side_by_side(browser, saved, tmp_path):
     head_of(shifted, 1, 2)["statistics"]["entropy_ratio"]["mean"] = 0.125
     head_of(shifted, 1, 2)["statistics"]["entropy_ratio"]["q05"] = 1e-12
     other.write_text(json.dumps(shifted))
-    assert main(["compare", str(one), str(other), "--out", str(tmp_path / "both.html")]) == 0
+    assert main(["compare", str(one), str(other), "--out", str(tmp_path / "both.html")]) == 1
     open_page(browser, tmp_path / "both.html")
     browser.find_element(By.CSS_SELECTOR, "#numbers-of-head summary").click()
     browser.find_element(By.CSS_SELECTOR, '#map-change rect[data-layer="1"][data-head="2"]').click()

@@ -232,7 +232,7 @@ def test_commands(tmp_path, monkeypatch, capsys, model, ids):
     assert main(["fingerprint", "pair:a", "-o", "a.regard"]) == 0
     capsys.readouterr()
     assert main(["compare", "a.regard", "pair:b"]) == 1
-    assert "logits × 2.0000" in capsys.readouterr().out.splitlines()[0]
+    assert "✗ B differs from A at blocks.1.attention, the scores: logits × 2.0000" in capsys.readouterr().out
     assert main(["compare", "pair:a", "pair:b", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["first"] == 1
     assert main(["compare", "a.regard", "missing:b"]) == 2

@@ -44,13 +44,10 @@ def test_one_screen_and_one_page_say_what_first_what_it_gains_and_what_was_not_c
     found, out = regard.compare(model, reference, batches), io.StringIO()
     found.show(out)
     first, *rest = out.getvalue().splitlines()
-    assert first == "✗ B differs from A at the scores of blocks.1.attention" and len(rest) < 23
+    assert first.startswith("✗ B differs from A at the scores of blocks.1.attention: The scales") and len(rest) < 23
     assert max(map(len, rest)) <= 80
     names = [line.split("  ")[0] for line in rest if line[:1].strip()]
-    assert (
-        names[:6] == ["why", "since", "outputs", "do first", "gain", "sure"]
-        and "\nunchecked other text" in out.getvalue()
-    )
+    assert names[:5] == ["since", "outputs", "do first", "gain", "sure"] and "\nunchecked other text" in out.getvalue()
     with torch.no_grad():
         own = [
             F.cross_entropy(one(batches[0])[:, :-1].flatten(0, 1), batches[0][:, 1:].flatten()) for one in models[:2]

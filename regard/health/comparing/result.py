@@ -123,7 +123,7 @@ class ModelComparison:
         writer = Writer(file)
         writer.line(f"{'✓' if self.same else '✗'} {self.verdict}", "green" if self.same else "bold red")
         for name, text in self.fields():
-            writer.field(name, text, 6 if name == "why" else 3)
+            writer.field(name, text, 3)
         table = self.table()
         if table.rows:
             replace(table, rows=table.rows[:ROWS]).show(writer.file)
@@ -138,11 +138,11 @@ class ModelComparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence: where B differs, if it does."""
-        return self.cause if self.same else f"B differs from A at {self.where or 'the output'}"
+        """Where B differs and why, if it does."""
+        return self.cause if self.same else f"B differs from A{' at ' * bool(self.where)}{self.line}"
 
     def fields(self) -> list[tuple[str, str]]:
-        """What the verdict does not say, each with a name: why, what to do first, what that gains, how sure it is."""
+        """What the verdict does not say, each with a name: what to do first, what that gains, how sure it is."""
         amount = "an unknown part" if math.isnan(self.output) else _number(self.output)
         outputs = ("outputs", f"differ by {amount} of their size; rounding explains {_number(self.rounding)}")
         if self.same:
@@ -154,7 +154,7 @@ class ModelComparison:
             gain = f"loss {a} in A, {b} in B ({self.losses[0].kind})"
         sure = TRIED if self.named else UNTRIED.format(", ".join(self.tried) or "nothing")
         return [
-            ("why", self.cause), ("since", layer), outputs, ("do first", FIRST), ("gain", gain), ("sure", sure),
+            ("since", layer), outputs, ("do first", FIRST), ("gain", gain), ("sure", sure),
             ("unchecked", UNCHECKED), ("notes", " ".join(self.notes)),
         ]  # fmt: skip
 

@@ -115,9 +115,10 @@ def save_page(comparison: ModelComparison, path: str | os.PathLike) -> Path:
     )
     table = comparison.table()
     body = f"""<header><p class="brand">regard · two models</p>
-<h1>{escape(comparison.verdict)} <span class="pill {tone}">{word}</span></h1></header>
+<h1>A and B <span class="pill {tone}">{word}</span></h1>
+<div class="summary"><p><b>{link_words(comparison.verdict)}</b></p></div></header>
 <dl class="fields">{fields}</dl>{_table(table, is_open=True) if table.rows else ""}{make_glossary()}"""
-    return files.write(path, make_document(title=comparison.verdict, body=body))
+    return files.write(path, make_document(title=f"A and B: {word}", body=body))
 
 
 def make_payload(a: Report, b: Report, keys: Sequence[str], digits: int) -> dict[str, Any]:

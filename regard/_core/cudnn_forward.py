@@ -35,8 +35,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """torch's attention of these tensors and options."""
     if not prefers_cudnn(q.device):
         return scaled_dot_product_attention(q, k, v, **options)
-    with sdpa_kernel(STEP) if q.shape[-2] == 1 else sdpa_kernel(ORDER, set_priority=True):
+    if q.shape[-2] != 1 or torch.compiler.is_compiling():
+        with sdpa_kernel(STEP) if q.shape[-2] == 1 else sdpa_kernel(ORDER, set_priority=True):
+            return scaled_dot_product_attention(q, k, v, **options)
+    torch._C._set_sdp_use_cudnn(False)  # `sdpa_kernel` of torch 2.11 leaves other settings than it found
+    try:
         return scaled_dot_product_attention(q, k, v, **options)
+    finally:
+        torch._C._set_sdp_use_cudnn(True)  # `prefers_cudnn` found all of them allowed
 
 
 def choose_attention(problem: Problem) -> tuple[Attend, Attend]:

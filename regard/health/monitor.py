@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import setitem
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from regard.health.capture.forwards import as_written
+from regard.health.measure.side_stream import HostCopies
 from regard.health.watching import callbacks
 from regard.health.watching.black_box import BlackBox
 from regard.health.watching.every_step import NO_STEP, ONLY_LOGITS, EveryStep
@@ -123,6 +125,7 @@ class Monitor:
         self._teller = Teller(log, heads, metrics, on_alarm, self.black_box, self._incidents)
         self._ranks = Ranks(model, group, tensor_group, pipeline_group, timeout)
         self._sampler = Sampler(model, every, budget, sequences, metrics, self._ranks.key, self._teller.warn_once)
+        self._tapped: tuple[int, dict[str, Tensor], HostCopies] | None = None  # a sample that is being fetched
         self._given_step = None if self._ranks.groups.pipeline is None else 1  # a pipeline's step has several forwards
         self._began = 0  # the step before the first one that `step` ends
         self._saw_forward = False  # in this step
@@ -148,6 +151,7 @@ class Monitor:
         if not self._hooks:
             return
         self._sampler.abort()
+        self._guarded(self._read_taps)
         self._guarded(self._read_sample, True)
         self._guarded(self._read_ranks, True)
         if not self.steps and self._every_step.has_seen_graphs():
@@ -326,6 +330,7 @@ class Monitor:
             return
         self.steps, self._saw_forward = step, True
         self._read_step_before(step)
+        self._read_taps()
         pulse.end_forward(step, None)
         if self.metrics is None:
             self._teller.warn_once("compiled", ONLY_LOGITS)
@@ -333,7 +338,21 @@ class Monitor:
             self._sample_taps(step, pulse.layers)
 
     def _sample_taps(self, step: int, held: Mapping[str, Tensor]) -> None:
-        tables = self._sampler.read_taps(held)
+        """Starts to fetch what the taps hold; a GPU's is read while the next step runs."""
+        copies, found = HostCopies(), {}  # type: ignore[var-annotated]
+        for name, numbers in held.items():
+            copies.add(numbers, partial(setitem, found, name))
+        copies.start()
+        self._tapped = step, found, copies
+        if not any(numbers.is_cuda for numbers in held.values()):
+            self._read_taps()
+
+    def _read_taps(self) -> None:
+        if self._tapped is None:
+            return
+        (step, found, copies), self._tapped = self._tapped, None
+        copies.finish()
+        tables = self._sampler.read_taps(found)
         if tables or self._ranks.is_distributed():
             self._sampler.samples += 1
             self._join(step, tables)
@@ -354,6 +373,8 @@ class Monitor:
 
     def _read_sample(self, at_end: bool = False) -> None:
         """Reads the sample that a forward has left and reports or posts it; a pipeline's at the end of the step."""
+        if not at_end:
+            self._read_taps()
         if at_end or self._ranks.groups.pipeline is None:
             sample = self._sampler.read(self.black_box)
             if sample is not None:

@@ -41,23 +41,28 @@ def note_largest(q: Tensor, k: Tensor, v: Tensor | None, causal: bool, scale: fl
     per_head = triton.cdiv(count, block)
     given = q if v is None else v
     arguments = (
-        q, k, given, held, *q.stride(), *k.stride(), *given.stride(), heads, heads // k.shape[1], k.shape[2], width,
+        q, k, given, held, *q.stride(), *k.stride(), *given.stride(), heads, heads // k.shape[1], k.shape[2],
         given.shape[1], given.shape[3], count, first, step, scale,
     )  # fmt: skip
     widen = q.dtype == torch.float32 or not q.is_cuda  # Triton's interpreter multiplies no bfloat16
-    constants = widen, causal, v is not None, block, tile, wide, triton.next_power_of_2(given.shape[3]), FEW
+    constants = widen, causal, v is not None, block, tile, width, wide, triton.next_power_of_2(given.shape[3]), FEW
     with on_device_of(q):
         how = dict(num_warps=8 if block == 128 else 4, num_stages=3 if wide <= 128 else 2)
         launch(tensor_key(q), raise_largest, batch * heads * per_head, arguments, constants, **how)
 
 
 @triton.jit
+def multiply(x, y, WIDEN: tl.constexpr):
+    return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee") if WIDEN else tl.dot(x, y)
+
+
+@triton.jit
 def raise_largest(
     q, k, v, held,
     qb, qh, qi, qd, kb, kh, kj, kd, vb, vh, vj, ve,
-    heads, group, keys, width, value_heads, value_width, count, first, step, scale,
+    heads, group, keys, value_heads, value_width, count, first, step, scale,
     WIDEN: tl.constexpr, CAUSAL: tl.constexpr, VALUES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, E: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """One block of one head's rows against all keys that it sees; the first program describes the call."""
     blocks = tl.cdiv(count, BM)
@@ -68,18 +73,25 @@ def raise_largest(
     inside = block * BM + tl.arange(0, BM) < count
     d = tl.arange(0, D)
     rows = q + b * qb + h * qh + i.to(tl.int64)[:, None] * qi + d[None, :] * qd
-    x = tl.load(rows, mask=inside[:, None] & (d < width)[None, :], other=0.0)
+    x = tl.load(rows, mask=inside[:, None] & (d < WIDTH)[None, :], other=0.0)
+    j0 = tl.arange(0, BN)
     base = k + b * kb + h // group * kh + d[:, None] * kd
     end = tl.minimum(keys, first + ((block + 1) * BM - 1) * step + 1) if CAUSAL else keys
+    whole = (
+        tl.minimum(keys, first + block * BM * step + 1) // BN * BN if CAUSAL else keys // BN * BN
+    )  # seen by all rows
+    base += j0.to(tl.int64)[None, :] * kj
     best = tl.full([BM, BN], float("-inf"), tl.float32)
-    for start in tl.range(0, end, BN):
-        j = start + tl.arange(0, BN)
-        y = tl.load(base + j.to(tl.int64)[None, :] * kj, mask=(d < width)[:, None] & (j < keys)[None, :], other=0.0)
-        s = tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee") if WIDEN else tl.dot(x, y)
-        if CAUSAL:
-            s = tl.where((j[None, :] <= i[:, None]) & (j < keys)[None, :], s, float("-inf"))
-        else:
-            s = tl.where((j < keys)[None, :], s, float("-inf"))
+    for _ in tl.range(0, whole, BN):
+        y = tl.load(base) if D == WIDTH else tl.load(base, mask=(d < WIDTH)[:, None], other=0.0)
+        base += BN * kj
+        best = tl.maximum(best, multiply(x, y, WIDEN), propagate_nan=tl.PropagateNan.ALL)
+    for start in tl.range(whole, end, BN):
+        j = start + j0
+        y = tl.load(base, mask=(d < WIDTH)[:, None] & (j < keys)[None, :], other=0.0)
+        base += BN * kj
+        seen = (j[None, :] <= i[:, None]) & (j < keys)[None, :] if CAUSAL else (j < keys)[None, :]
+        s = tl.where(seen, multiply(x, y, WIDEN), float("-inf"))
         best = tl.maximum(best, s, propagate_nan=tl.PropagateNan.ALL)
     best = tl.where(inside[:, None], best, float("-inf"))
     broken = tl.max(tl.max(tl.where(best != best, 1, 0), 1), 0)
@@ -88,7 +100,7 @@ def raise_largest(
     tl.atomic_max(held + 3 + h, largest, sem="relaxed")  # as integers, of which NaN is larger than any number
     if tl.program_id(0) == 0:
         tl.store(held, heads * 1.0)
-        tl.store(held + 1, width * 1.0)
+        tl.store(held + 1, WIDTH * 1.0)
         if VALUES:
             total = 0.0
             apart = tl.maximum(1, keys // FEW)

@@ -29,6 +29,7 @@ from regard.health.capture.forwards import STATE as CAPTURES
 from regard.health.capture.forwards import as_written, uncaptured
 from regard.health.capture.guard import guarded
 from regard.health.capture.sdpa_name import run_sdpa, take_sdpa, tap_sdpa
+from regard.health.measure.side_stream import HostCopies
 from regard.masks import resolve_causal_bias
 
 MOST_HEADS = 509
@@ -149,7 +150,8 @@ def _tapped_sdpa(
     output = run_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if STATE.seen is not None and not torch.compiler.is_compiling() and (STATE.in_full or not CAPTURES.captures):
         if query.layout == torch.strided and not is_unreadable(query):
-            seen: Tensor = STATE.seen if STATE.in_full else STATE.seen.few  # type: ignore[attr-defined]
+            seen: Any = STATE.seen if STATE.in_full else STATE.seen.few  # type: ignore[attr-defined]
+            seen.is_used = True
             note(query.detach(), key.detach(), value.detach(), attn_mask, is_causal, scale, STATE.in_full, seen)
     return output
 
@@ -221,6 +223,7 @@ class Taps:
         tapped = {name: module for name, module in modules if name and _may_attend(module)}
         self.modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary(tapped)
         self.shapes: dict[str, tuple[int, int]] = {}
+        self._copies = HostCopies()  # of the shapes
         self.kept: dict[int, Tensor] = {}  # what another's `read` took, by the tensor's id
         for module in self.modules.values():
             before: Any = module._forward_pre_hooks  # keyed by numbers otherwise
@@ -256,13 +259,14 @@ class Taps:
         Of layers that ever made a call; −inf where none was made since.
         """
         found = {}
+        self._find_shapes()
         if STATE.running:  # of a forward that Ctrl-C ended: torch ran no hooks
             own = set(self.modules.values())
             STATE.running[:] = [module for module in STATE.running if module not in own]
         for name, module in self.modules.items():
             seen = module.__dict__.get("regard_logits")
             held = None if seen is None else self._take(name, module, seen)
-            if self.eagerly and seen is not None:
+            if self.eagerly and seen is not None and hasattr(seen.few, "is_used"):
                 few = self._take(f"{name} eagerly", module, seen.few)
                 held = few if held is None else held if few is None else torch.maximum(held, few)
             if held is not None:
@@ -271,11 +275,10 @@ class Taps:
 
     def _take(self, name: str, module: nn.Module, seen: Tensor) -> Tensor | None:
         """Returns what one tensor holds and empties it; others who tap the module find it in `kept`."""
+        if name not in self.shapes and hasattr(seen, "is_used"):
+            self._receive_shapes([name], seen[:2].tolist())
         if name not in self.shapes:
-            heads, width = (int(x) for x in seen[:2].tolist())
-            if not heads:
-                return None
-            self.shapes[name] = heads, width
+            return None
         held = seen[FIRST - 1 : FIRST + self.shapes[name][0]]
         new = held.clone()
         held.fill_(-math.inf)
@@ -286,10 +289,30 @@ class Taps:
         kept = self.kept.pop(id(seen), None)
         return new if kept is None else torch.maximum(kept, new)
 
-    def has_seen(self) -> bool:
+    def _find_shapes(self) -> None:
+        """Reads which modules have made calls; waits for the device until one has, then asks at the next `read`."""
+        self._copies.finish()
+        held = {name: module.__dict__.get("regard_logits") for name, module in self.modules.items()}
+        unknown = {name: x for name, x in held.items() if x is not None and name not in self.shapes}
+        for device in {x.device for x in unknown.values()}:
+            names = [name for name, x in unknown.items() if x.device == device]
+            numbers = torch.stack([unknown[name][:2] for name in names]).flatten()
+            self._copies.add(numbers, lambda numbers, names=names: self._receive_shapes(names, numbers.tolist()))
+        self._copies.start()
+        if not self.has_seen(wait=False):
+            self._copies.finish()
+
+    def _receive_shapes(self, names: list[str], numbers: list[float]) -> None:
+        for at, name in enumerate(names):
+            heads, width = numbers[2 * at : 2 * at + 2]
+            if heads:
+                self.shapes[name] = int(heads), int(width)
+
+    def has_seen(self, wait: bool = True) -> bool:
         """True if a compiled graph ever made a call; waits for the device until one has."""
-        return any(name in self.shapes or bool(module.__dict__["regard_logits"][0] > 0)
-                   for name, module in self.modules.items())  # fmt: skip
+        if any(name in self.shapes for name in self.modules):
+            return True
+        return wait and any(bool(module.__dict__["regard_logits"][0] > 0) for module in self.modules.values())
 
     def __del__(self) -> None:
         if sys is not None and not sys.is_finalizing():

@@ -90,7 +90,7 @@ class Rounding:
 
 def _round_scores(call: Call, rounding: Rounding) -> Call:
     """Adds round(s) − s to the scores s = cap(scale·q kᵀ) as a bias, so that statistics see the rounded ones."""
-    scale = resolve_scale(call.options.get("scale"), call.q.shape[-1])
+    scale, call = resolve_scale(call.options.get("scale"), call.q.shape[-1]), call.densified()
     if not isinstance(call.mask, Tensor | None) or isinstance(scale, Tensor):
         raise ValueError("rounded logits need a mask tensor and a number as the scale")
     k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1).float()

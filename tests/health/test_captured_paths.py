@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import _varlen_attn, varlen_attn
 
 import regard
+from regard.health.capture.interception import Interception
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 12, 4, 8
 ENDS = torch.tensor([0, 5, 6, 14, 24], dtype=torch.int32)  # documents of 24 packed tokens
@@ -276,6 +277,30 @@ def test_readings_are_those_of_float64(path):
             assert spread.mean == pytest.approx(values.mean().item(), **near), name
             assert spread.max == pytest.approx(values.max().item(), **near), name
             assert spread.min == pytest.approx(values.min().item(), **near), name
+
+
+def test_packed_documents_are_neither_padded_nor_n_by_n(monkeypatch):
+    packages.install(monkeypatch)
+    torch.manual_seed(0)
+    attend, _ = PATHS["flash_attn_varlen_func alibi"]
+    layer, x, seen = Layer(attend).eval(), torch.randn(BATCH, TOKENS, 32), []
+
+    def observe(call, name, run):
+        seen.append(call)
+        return run()
+
+    with Interception(layer, observe=observe) as one, one.torch_calls(), torch.no_grad():
+        expected = layer(x)
+    (call,) = seen
+    assert call.mask is None and call.q.shape == (1, HEADS, BATCH * TOKENS, WIDTH)
+    numbers = [x.numel() for part in call.parts for one in getattr(part, "parts", [part]) for x in vars(one).values()
+               if isinstance(x, torch.Tensor)]  # fmt: skip
+    assert numbers and max(numbers) <= BATCH * TOKENS
+    o, dense = call.run(), call.densified()
+    assert dense.mask.shape[-2:] == (BATCH * TOKENS, BATCH * TOKENS) and not dense.parts
+    torch.testing.assert_close(dense.run(), o)
+    merged = o[0].transpose(0, 1).reshape(BATCH, TOKENS, -1)
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_nothing_stays_changed(path):

@@ -36,6 +36,17 @@ def test_masks_and_evaluation_do_not_count():
     assert len(regard.qk_clip(model, 1e3).heads) == 2
 
 
+@pytest.mark.parametrize("mask", [regard.Mask.causal(), (regard.Mask.causal(), regard.bias.alibi(2))])
+def test_masks_that_are_no_tensor_hide_too(mask):
+    """In silence nothing was measured beside them."""
+    model, x = regard.nn.MultiheadAttention(8, 2), torch.randn(2, 6, 8)
+    regard.qk_clip(model)
+    model(x, attn_mask=mask).sum().backward()
+    (largest,) = regard.qk_clip(model, 1e9).max_logit.values()
+    _, stats = model.eval()(x, is_causal=True, return_stats=("max_logit",))
+    assert torch.allclose(torch.tensor(largest), stats.max_logit.amax((0, 2)))
+
+
 def test_the_largest_of_several_forwards_counts_and_nan_is_left_alone():
     model = regard.nn.MultiheadAttention(8, 2)
     regard.qk_clip(model, 1e9)

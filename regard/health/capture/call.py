@@ -15,12 +15,15 @@ from torch.nn.functional import dropout
 
 import regard
 from regard._call.arguments import AttentionOptions
+from regard._call.mask.attn_mask import densify
+from regard._call.mask.mask import Mask
 from regard._call.problem import Problem
 from regard._call.scores import soft_cap
 from regard._call.validation import is_autocast, under_autocast
 from regard._core.execute import apply_policy
 from regard._core.formulas import apply_gate
 from regard._core.prepare import prepare
+from regard.bias import Bias
 from regard.masks import blanked
 from regard.reference import score_of, with_sink
 
@@ -28,6 +31,7 @@ CROSS_NAMES = ("cross", "encoder_attn", "encdec")  # parts of the names of cross
 HIDES_ALWAYS = -1e8  # an additive mask at or below this hides a key: exp() of it is 0 in every dtype
 HIDES_AMONG_ZEROS = -9e3  # so it does from here on if all other entries are 0: older models write −1e4
 MAX_USES = 64
+MAX_DENSE = 2**30  # entries of a dense mask or bias
 UNDER_VMAP = "it is called under torch.vmap, where no value can be read"
 NESTED = "its tensors are nested, one length for each sequence; pass padded tensors with a mask"
 
@@ -55,11 +59,13 @@ class Call:
     model_options: dict = field(default_factory=dict)  # what else the model passed to its attention function
     weights: list[Tensor] | None = None  # where `run` puts the weights, if they are wanted
     compute: Callable[[Call], Tensor] | None = None  # what `run` calls in the place of regard.attention
+    parts: tuple[Mask | Bias, ...] = ()  # what else hides or is added, and is not N × N: packed documents, ALiBi
 
     @property
     def arguments(self) -> dict:
         """Keyword arguments of `regard.attention` besides q, k, v."""
-        return dict(attn_mask=self.mask, is_causal=self.causal, enable_gqa=True, **self.options)
+        given = (*self.parts, self.mask) if self.parts else self.mask
+        return dict(attn_mask=given, is_causal=self.causal, enable_gqa=True, **self.options)
 
     def changed(self, **changes: Any) -> Call:
         """Returns a copy with some fields changed, in an eighth of the time of `dataclasses.replace`."""
@@ -70,6 +76,17 @@ class Call:
     def with_options(self, **changes: Any) -> Call:
         """Returns a copy with some options of `regard.attention` changed."""
         return self.changed(options={**self.options, **changes})
+
+    def densified(self) -> Call:
+        """Returns the call with one tensor in the place of `parts` and mask, for what reads a mask entry by entry."""
+        if not self.parts:
+            return self
+        entries = self.q.shape[2] * self.k.shape[2]
+        if entries > MAX_DENSE:
+            raise ValueError(f"its mask would take {entries:,} entries; examine shorter sequences")
+        mask = densify((*self.parts, self.mask), self.q, self.k.shape[2])
+        assert mask is not None  # each part hides or adds
+        return self.changed(parts=(), mask=mask[(None,) * (4 - mask.ndim)])
 
     def run(self) -> Tensor:
         """Returns the output of `regard.attention`, dropout included."""
@@ -269,7 +286,7 @@ def output_and_weights(call: Call) -> tuple[Tensor, Tensor]:
     torch's MultiheadAttention wants p by default, an eager model of transformers with output_attentions. A sink is one
     more key without a value.
     """
-    options = AttentionOptions(dropout_p=call.dropout, **call.arguments)
+    options = AttentionOptions(dropout_p=call.dropout, **call.densified().arguments)
     checked = apply_policy(prepare(call.q, call.k, call.v, options))
     p_dtype = under_autocast(call.q.new_empty(0, dtype=checked.dtype)).dtype
     with torch.autocast(call.q.device.type, enabled=False) if is_autocast(call.q) else contextlib.nullcontext():

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.health.capture.call import Call
+from regard.health.capture.call import MAX_DENSE, Call
 from regard.health.capture.forwards import running_module, without_mode
-from regard.health.capture.fused_call import MAX_DENSE, first_of
+from regard.health.capture.fused_call import first_of
 from regard.health.capture.interception import interceptions_of, is_swapped, route_result
 
 

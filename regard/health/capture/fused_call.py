@@ -1,9 +1,8 @@
 """One call of a fused attention function: its arguments in common terms, batched or packed, and its way to a `Call`.
 
 Causal order and windows of flash-attention end at the last key: query i stands at i + N − M, or at i if the order
-begins `at_first_key`. ALiBi slopes become a dense bias −slope·|position − j|. Packed tensors
-[tokens, heads, width] of self-attention are padded to one batch entry per document, with `key_lengths`; other packed
-calls take a dense mask over all tokens. Both are made here alone.
+begins `at_first_key`. ALiBi slopes become a dense bias −slope·|position − j|. Packed tensors [tokens, heads, width] are
+one sequence whose documents are a `regard.Mask`, and ALiBi a bias of `regard.bias`: neither is N × N.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from regard._call.mask.documents import document_mask
-from regard.health.capture.call import Call, clean_mask, hide, merge_mask_and_bias
+from regard._call.mask.mask import Mask
+from regard.bias import Bias, alibi
+from regard.health.capture.call import MAX_DENSE, Call, clean_mask, hide, merge_mask_and_bias
 from regard.health.capture.forwards import running_module, without_mode
 from regard.health.capture.interception import interceptions_of, route_result
 
-MAX_DENSE = 2**30  # entries of a dense mask or bias
-MAX_PADDING = 4  # padded documents may take so many times the tokens, where a dense mask could be made
 Sides = tuple[int | None, int | None]
 
 
@@ -70,7 +69,8 @@ def capture_fused(fused: FusedCall, module: nn.Module | None = None) -> Any:
         pack = layout.pack
         call = Call(
             module, pack(fused.q), pack(fused.k), pack(fused.v), own=lambda _: pack(first_of(fused.run(0.0))),
-            kind=fused.kind, mask=layout.mask, causal=layout.causal, dropout=fused.dropout, sliceable=False,
+            kind=fused.kind, mask=layout.mask, parts=layout.parts, causal=layout.causal, dropout=fused.dropout,
+            sliceable=False,
             options=dict(scale=fused.scale, softcap=fused.softcap or None, sink=fused.sink, **layout.options),
         )  # fmt: skip
 
@@ -96,6 +96,7 @@ class Layout:
     mask: Tensor | None
     causal: bool
     options: dict[str, Any]
+    parts: tuple[Mask | Bias, ...] = ()  # packed documents, and their ALiBi bias
 
 
 def _arrange(fused: FusedCall) -> Layout:
@@ -140,40 +141,16 @@ def _arrange_packed(fused: FusedCall) -> Layout:
     assert cu_q is not None
     if cu_k is None:
         raise NotMeasured("it is packed, but has no ends of the keys' documents")
-    tokens, keys, lengths = fused.q.shape[0], fused.k.shape[0], cu_q.diff()
+    tokens, keys = fused.q.shape[0], fused.k.shape[0]
     has_same_documents = tokens == keys and (cu_q is cu_k or bool(cu_q.equal(cu_k)))
-    longest = int(lengths.max()) if len(lengths) else 0
-    fits = len(lengths) * longest <= MAX_PADDING * tokens or tokens * keys > MAX_DENSE
-    if has_same_documents and (fits or fused.slopes is not None):
-        pad = Padding(cu_q, longest)
-        mask = None if fused.slopes is None else _add_slopes(pad.inside[:, None, None], fused, longest, longest)
-        options: dict[str, Any] = dict(key_lengths=lengths) if mask is None else {}  # a mask hides the padding itself
-        if fused.window != (None, None):
-            options["window"] = fused.window
-        return Layout(pad.pad, pad.unpad, mask, fused.causal, options)
+    own = "ALiBi slopes" if fused.slopes is not None else "an order from the first key" if fused.at_first_key else None
+    if own is not None and not has_same_documents:
+        raise NotMeasured(f"it is packed with {own}, and its documents have other keys than queries")
+    ends = cu_q if has_same_documents else cu_k
+    parts: list[Mask | Bias] = [document_mask(cu_q, ends, tokens, keys, fused.causal, fused.window)]
     if fused.slopes is not None:
-        raise NotMeasured("it is packed with ALiBi slopes, and its documents have other keys than queries")
-    if fused.at_first_key and not has_same_documents:
-        raise NotMeasured("its order begins at the first key, and its documents have other keys than queries")
-    _refuse_long(tokens * keys)
-    visible = document_mask(cu_q, cu_k, tokens, keys, fused.causal, fused.window)
-    mask = visible.dense(tokens, keys)[None, None]
-    return Layout(lambda x: x.transpose(0, 1)[None], lambda x: x[0].transpose(0, 1), mask, False, {})
-
-
-class Padding:
-    """Packed tokens [T, H, D] ↔ one batch entry per document, [documents, H, longest, D]."""
-
-    def __init__(self, cu: Tensor, longest: int) -> None:
-        cu = cu.long()
-        place = torch.arange(longest, device=cu.device)
-        self.inside = place < cu.diff()[:, None]  # [documents, longest]
-        self.index = (cu[:-1, None] + place).masked_fill(~self.inside, 0)
-
-    def pad(self, x: Tensor) -> Tensor:
-        """Returns [documents, H, longest, D], 0 past the end of a document."""
-        return x[self.index].masked_fill(~self.inside[..., None, None], 0).transpose(1, 2)
-
-    def unpad(self, x: Tensor) -> Tensor:
-        """Returns [T, H, D]."""
-        return x.transpose(1, 2)[self.inside]
+        slopes = fused.slopes.reshape(-1, fused.slopes.shape[-1])
+        if not bool((slopes == slopes[:1]).all()):
+            raise NotMeasured("it is packed, and each document has ALiBi slopes of its own")
+        parts.append(alibi(slopes[0].detach()))
+    return Layout(lambda x: x.transpose(0, 1)[None], lambda x: x[0].transpose(0, 1), None, False, {}, tuple(parts))

@@ -28,7 +28,7 @@ Measure = Callable[[Call], tuple[Tensor, Mapping[str, Tensor]]]  # call -> outpu
 
 def is_plain(call: Call) -> bool:
     """True for softmax of equal batches without a mask, the scale a number or None; causal order and dropout aside."""
-    if call.mask is not None or not call.q.shape[0] == call.k.shape[0] == call.v.shape[0]:
+    if call.mask is not None or call.parts or not call.q.shape[0] == call.k.shape[0] == call.v.shape[0]:
         return False
     others = (value for name, value in call.options.items() if name not in ("scale", "normalizer"))
     has_number = isinstance(call.options.get("scale"), (int, float, type(None)))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
+from regard._call.mask.mask import Mask
 from regard.health.capture.call import Call, derive
 
 TEXTS = (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask"))  # as transformers calls them
@@ -137,7 +138,7 @@ class QueryRows:
         before = self._last.get((batch, queries)) if cross else None
         text = None if cross or queries != keys else self._text(batch, queries, call.q.device)
         summary = real = None
-        if call.mask is None and call.options.get("key_lengths") is None and text is None:
+        if call.mask is None and not call.parts and call.options.get("key_lengths") is None and text is None:
             rows = before
         else:
             summary = self._summarize(call, batch, queries, keys, text)
@@ -161,7 +162,9 @@ class QueryRows:
         return None
 
     def _summarize(self, call: Call, batch: int, queries: int, keys: int, text: Tensor | None) -> MaskSummary:
-        if call.mask is not None:
+        if call.parts:
+            found = _summarize_documents(call.parts, batch, queries, keys, call.q.device)
+        elif call.mask is not None:
             found = derive(_summarize_mask, call.mask, batch, queries, keys, text)
         else:
             lengths, windowed = call.options.get("key_lengths"), call.options.get("window") is not None
@@ -170,6 +173,18 @@ class QueryRows:
         if text is not None and "text" not in found.anomalies:
             found.anomalies["text"] = torch.tensor(self.inverted)
         return found
+
+
+def _summarize_documents(parts: tuple, batch: int, queries: int, keys: int, device: torch.device) -> MaskSummary:
+    """Summarizes packed documents, the same in every batch entry."""
+    (mask,) = (part for part in parts if isinstance(part, Mask))
+    lo, hi = mask.bounds(queries, keys, device)
+    assert lo is not None and hi is not None  # documents have both ends
+    seen = hi > lo
+    edges = torch.zeros(keys + 1, dtype=torch.long, device=device)  # +1 where an interval begins, −1 where it ends
+    edges.index_add_(0, lo, seen.long()).index_add_(0, hi, -seen.long())
+    shown = edges.cumsum(0)[:keys] > 0
+    return MaskSummary(shown.expand(batch, keys), seen.expand(batch, queries), empty=~seen.expand(batch, queries))
 
 
 def _summarize_lengths(

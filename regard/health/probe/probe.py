@@ -69,6 +69,7 @@ class Probe:
         transform = self._transform
         if transform is None or call.obstacle is not None:
             return call
+        call = call.densified()  # of short texts; checks read masks entry by entry
         name = self.names[id(call.module)]
         key = name, self._uses.count(call, name, forward_token())
 

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from regard._call.arguments import AttnMask
 from regard._core.attention import attention
+from regard.bias import Bias
 from regard.health.capture.call import UNDER_VMAP, Call
 from regard.health.capture.forwards import as_written, find_caller
 from regard.health.measure.side_stream import HostCopies
@@ -167,16 +169,19 @@ class MaxLogits:
             return output
         names = ("scale", "window", "key_lengths")
         options = {key: call.options[key] for key in names if call.options.get(key) is not None}
-        self._add(name, call.q.detach(), call.k.detach(), attn_mask=call.mask, is_causal=call.causal, **options)
+        options |= dict(attn_mask=call.arguments["attn_mask"], is_causal=call.causal)
+        self._add(name, call.q.detach(), call.k.detach(), **options)
         return output
 
-    def _add(self, name: str, q: Tensor, k: Tensor, attn_mask: Tensor | None = None, **options: Any) -> None:
-        """Adds the largest logit per head of one call, [B, H, M, D] with [B, G, N, D]."""
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask != -math.inf
+    def _add(self, name: str, q: Tensor, k: Tensor, attn_mask: AttnMask = None, **options: Any) -> None:
+        """Adds the largest logit per head of one call, [B, H, M, D] with [B, G, N, D]; biases are left out."""
+        given = attn_mask if isinstance(attn_mask, (tuple, list)) else (attn_mask,)
+        masks = [x for x in given if x is not None and not isinstance(x, Bias)]
+        masks = [x != -math.inf if isinstance(x, Tensor) and x.dtype != torch.bool else x for x in masks]
+        seen: Any = tuple(masks) if len(masks) > 1 else masks[0] if masks else None  # calls with a tuple keep no plan
         with torch.no_grad():
             if q.numel() and k.numel():
-                stats = attention(q, k, k, attn_mask, enable_gqa=True, return_stats=("max_logit",), **options)[1]
+                stats = attention(q, k, k, seen, enable_gqa=True, return_stats=("max_logit",), **options)[1]
                 largest = stats.max_logit.amax((0, 2)).float()
             else:  # an empty batch has no logits, and counts as seen
                 largest = q.new_full((q.shape[1],), -math.inf, dtype=torch.float32)

@@ -145,7 +145,7 @@ def weight_blocks(call: Call, head: int | None = None, size: int = BLOCK) -> Ite
 
     With `head` it is the only one, H = 1. A block has about `size` weights, and at least one row.
     """
-    call = call if head is None else select_head(call, head)
+    call = call.densified() if head is None else select_head(call.densified(), head)
     heads, queries, keys = call.q.shape[1], call.q.shape[2], call.k.shape[2]
     rows = max(1, size // max(1, heads * keys))
     for first in range(0, queries, rows):

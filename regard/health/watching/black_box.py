@@ -105,7 +105,7 @@ def measure_worst_row(call: Call) -> list[Tensor]:
     s = (q[:, rows].unflatten(0, (k.shape[0], repeats)) @ k[:, None].transpose(-1, -2)).flatten(0, 1) * scale
     if call.causal:
         s = s.masked_fill(~causal_rows(rows, k.shape[1])[0], -math.inf)
-    mask = select_rows(call.mask, rows)
+    mask = select_rows(call.densified().mask, rows)
     if mask is not None:
         mask = mask[:1] if mask.ndim == 4 else mask
         mask = mask.reshape((1,) * (3 - min(mask.ndim, 3)) + tuple(mask.shape[-3:]))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -276,7 +277,7 @@ class Taps:
     def _take(self, name: str, module: nn.Module, seen: Tensor) -> Tensor | None:
         """Returns what one tensor holds and empties it; others who tap the module find it in `kept`."""
         if name not in self.shapes and hasattr(seen, "is_used"):
-            self._receive_shapes([name], seen[:2].tolist())
+            self._receive_shapes([name], seen[:2])
         if name not in self.shapes:
             return None
         held = seen[FIRST - 1 : FIRST + self.shapes[name][0]]
@@ -297,14 +298,13 @@ class Taps:
         for device in {x.device for x in unknown.values()}:
             names = [name for name, x in unknown.items() if x.device == device]
             numbers = torch.stack([unknown[name][:2] for name in names]).flatten()
-            self._copies.add(numbers, lambda numbers, names=names: self._receive_shapes(names, numbers.tolist()))
+            self._copies.add(numbers, partial(self._receive_shapes, names))
         self._copies.start()
         if not self.has_seen(wait=False):
             self._copies.finish()
 
-    def _receive_shapes(self, names: list[str], numbers: list[float]) -> None:
-        for at, name in enumerate(names):
-            heads, width = numbers[2 * at : 2 * at + 2]
+    def _receive_shapes(self, names: list[str], numbers: Tensor) -> None:
+        for name, (heads, width) in zip(names, numbers.view(-1, 2).tolist(), strict=True):
             if heads:
                 self.shapes[name] = int(heads), int(width)
 

@@ -35,13 +35,16 @@ def page(results: Sequence[Result], seed: int = 0) -> str:
 
 
 def make_overview(results: Sequence[Result]) -> str:
-    """Return the page's title and every claim by verdict: those that are wrong in full, the others to be opened."""
+    """Return the page's title and every claim by verdict: those that are wrong in full, the others folded."""
     groups = {v: [one for one in results if one.verdict == v] for v in COUNTED}
     links = " · ".join(f'<a href="#{v}">{len(found)} {COUNTED[v]}</a>' for v, found in groups.items() if found)
-    parts = "".join(
-        f'<h2 id="{v}">{len(found)} {COUNTED[v]}</h2>{"".join(map(section if v == "wrong" else fold, found))}'
+    wrong = "".join(map(section, groups["wrong"]))
+    parts = f'<h2 id="wrong">{len(groups["wrong"])} {COUNTED["wrong"]}</h2>{wrong}' if wrong else ""
+    parts += "".join(  # a link into a group opens it
+        f'<details><summary class="group">{len(found)} {COUNTED[v]}</summary><div id="{v}">{"".join(map(fold, found))}'
+        "</div></details>"
         for v, found in groups.items()
-        if found
+        if found and v != "wrong"
     )
     return f"""<header><h1>What five study notes claim about attention, and what is true</h1>
 <p>{len(results)} claims, each measured: {links}. Choose one to see how.</p></header>{parts}"""

@@ -33,9 +33,9 @@ def log(tmp_path):
 def test_the_page_shows_alarms_curves_and_layers(log, capsys):
     assert main(["timeline", str(log)]) == 0
     printed = capsys.readouterr().out
-    assert "step 5, critical: scores too large: 1.self_attn, head" in printed and "6 samples, 1 incidents" in printed
+    assert "step 5, critical: scores too large: 1.self_attn, head" in printed and "6 samples, 1 incident:" in printed
     page = log.with_suffix(".html").read_text()
-    assert "First incident at step 5: 1.self_attn, head" in page and "<td>open</td>" in page
+    assert "First incident at step 5: 1.self_attn, head" in page and '<td data-name="resolved">open</td>' in page
     assert "what to do" in page and "regard.qk_clip(model, 50)" in page
     assert page.count("<polyline") == 8 and "layer_02, step 6: " in page
     assert "<script" not in page and not re.search(r"https?://", page)

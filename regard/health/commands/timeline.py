@@ -6,6 +6,7 @@ from pathlib import Path
 from regard.health.commands.files import check_path, report_failure
 from regard.health.report import files
 from regard.health.watching.timeline import read_log, render
+from regard.table import count_noun
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,5 +31,5 @@ def main(options: argparse.Namespace) -> int:
         for one in incidents:
             until = "" if one["until"] is None else f", resolved at step {one['until']}"
             print(f"{before}step {one['step']}{until}, {one['severity']}: {one['alarm']}: {one['text']}")
-        print(f"{before}{len(log.samples)} samples, {len(incidents)} incidents: {out}")
+        print(f"{before}{count_noun(len(log.samples), 'sample')}, {count_noun(len(incidents), 'incident')}: {out}")
     return 0

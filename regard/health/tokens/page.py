@@ -7,6 +7,12 @@ DRAWN = 16  # heads in full; the others are in the table of kinds
 ROWS = 256  # rows of a head's table
 CELL = 5  # map units per weight
 FAINT = 0.01  # weights below are not drawn
+STYLE = """
+.heads { display: grid; gap: 0 2rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 32rem), 1fr)); }
+.heads h2 { margin: 1.4rem 0 .3rem; } .heads .pair { grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); }
+.heads > section { min-width: 0; } .heads .pair table { margin: 0; }
+.heads .pair th { overflow-wrap: anywhere; white-space: normal; }
+"""
 
 
 def render(look: Look) -> str:
@@ -19,8 +25,9 @@ def render(look: Look) -> str:
     header = f"""<header><p class="brand">regard · what heads look at</p>
 <h1>{escape(look.title)}</h1>{gaps}
 <p class="passage">{passage}</p></header>"""
-    body = [header, _kinds(look) if len(look.heads) > 1 else "", note, *map(_head, shown)]
-    return make_document(title=f"{look.title}: what heads look at", body="\n".join(body))
+    heads = f'<div class="heads">{"".join(map(_head, shown))}</div>'
+    body = [header, _kinds(look) if len(look.heads) > 1 else "", note, heads]
+    return make_document(title=f"{look.title}: what heads look at", body="\n".join(body), style=STYLE)
 
 
 def _kinds(look: Look) -> str:

@@ -17,8 +17,9 @@ from regard.health.checks.finding import LOGIT_LIMIT
 from regard.health.report.files import read_text
 from regard.health.report.page.document import escape, make_document
 from regard.health.watching.incidents import ORDER, group_of
+from regard.table import count_noun
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 660, 200, 52, 12, 12, 26
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 660, 210, 68, 12, 14, 32
 COLUMNS = 160  # of a map, at most; more samples are put together
 STYLE = """
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 1.2rem; }
@@ -29,7 +30,13 @@ td, th { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; bo
 td { white-space: normal; } td:first-child { font-variant-numeric: tabular-nums; }
 .run1 { stroke: #d1495b; stroke-dasharray: 7 3; } .run2 { stroke: #2a9d8f; stroke-dasharray: 2 3; }
 .run3 { stroke: #b5838d; stroke-dasharray: 9 3 2 3; } .key { display: inline-block; width: 2.2rem; height: .7rem; }
-table { border-collapse: collapse; width: 100%; }
+.grid svg text { font-size: 17px; }
+@media (max-width: 44rem) {
+  .map svg { width: 48rem; max-width: none; } .incidents thead { display: none; }
+  .incidents tr { display: block; border-bottom: 1px solid var(--line); padding: .3rem 0; }
+  .incidents td { display: block; border: 0; padding: 0; }
+  .incidents td::before { content: attr(data-name) " "; color: var(--soft); }
+}
 """
 
 
@@ -133,7 +140,8 @@ def _summarize(name: str, log: Log, is_named: bool) -> str:
     steps = [sample["step"] for sample in log.samples]
     serious = [one for one in log.incidents() if one["severity"] != "note"]
     first = f"First incident at step {serious[0]['step']}: {serious[0]['text']}." if serious else "No incident."
-    counted = f"{len(steps)} samples from step {steps[0]} to step {steps[-1]}, {len(serious)} incidents."
+    many = f"{count_noun(len(steps), 'sample')} from step {steps[0]} to step {steps[-1]}"
+    counted = f"{many}, {count_noun(len(serious), 'incident')}."
     return f"{name + ': ' if is_named else ''}{first} {counted}"
 
 
@@ -156,16 +164,20 @@ def _list_incidents(name: str, log: Log) -> str:
     incidents = log.incidents()
     if not incidents:
         return ""
-    rows = "".join(
-        f'<tr class="{escape(one["severity"])}"><td>{one["step"]}</td>'
-        f"<td>{'open' if one['until'] is None else one['until']}</td>"
-        f'<td><span class="pill {escape(one["severity"])}">{escape(one["severity"])}</span></td>'
-        f"<td>{escape(one['alarm'])}</td><td>{escape(one['text'])}</td><td>{escape(one['action'])}</td></tr>"
-        for one in incidents
-    )
-    head = "".join(f"<th>{x}</th>" for x in ("opened", "resolved", "severity", "cause", "what was seen", "what to do"))
+    names = ("opened", "resolved", "severity", "cause", "what was seen", "what to do")
+    rows = ""
+    for one in incidents:
+        severity = escape(one["severity"])
+        cells = (
+            one["step"], "open" if one["until"] is None else one["until"],
+            f'<span class="pill {severity}">{severity}</span>', *(escape(one[x]) for x in ("alarm", "text", "action")),
+        )  # fmt: skip
+        told = "".join(f'<td data-name="{x}">{cell}</td>' for x, cell in zip(names, cells, strict=True))
+        rows += f'<tr class="{severity}">{told}</tr>'
+    head = "".join(f"<th>{x}</th>" for x in names)
     title = f"Incidents of {escape(name)}" if name else "Incidents"
-    return f'<h2>{title}</h2><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
+    table = f'<table class="incidents"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    return f'<h2>{title}</h2><div class="scroll">{table}</div>'
 
 
 def _draw_curve(logs: Mapping[str, Log], curve: Curve) -> str:
@@ -259,4 +271,4 @@ def _draw_map(log: Log, series: str, title: str, heat: Callable[[float], tuple[s
         parts.append(f'<text x="{left + column * cell:.1f}" y="{end}">{groups[column][0]["step"]}</text>')
     box = f"0 0 {left + len(groups) * cell + 40:.0f} {end + 6}"
     return f"""<h2>{escape(title)}</h2><p class="meaning">A column per sample, by step.</p>
-<div class="map"><svg viewBox="{box}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></div>"""
+<div class="map" tabindex="0"><svg viewBox="{box}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></div>"""

@@ -270,5 +270,6 @@ def _draw_map(log: Log, series: str, title: str, heat: Callable[[float], tuple[s
     for column in sorted({0, len(groups) // 2, len(groups) - 1}):
         parts.append(f'<text x="{left + column * cell:.1f}" y="{end}">{groups[column][0]["step"]}</text>')
     box = f"0 0 {left + len(groups) * cell + 40:.0f} {end + 6}"
+    drawn = f'<svg viewBox="{box}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
     return f"""<h2>{escape(title)}</h2><p class="meaning">A column per sample, by step.</p>
-<div class="map" tabindex="0"><svg viewBox="{box}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></div>"""
+<div class="map" tabindex="0">{drawn}</div>"""

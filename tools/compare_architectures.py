@@ -13,11 +13,8 @@ import argparse
 import copy
 import json
 import os
-import signal
 import sys
-import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from over_architectures import TimeIsUp, judge_each, prepare
 from torch import Tensor, nn
 
 LIMIT_S = 40  # of one architecture
@@ -50,10 +48,6 @@ by itself, which is what was said of it.
 | --- | --- | --- |
 {told}
 """
-
-
-class TimeIsUp(BaseException):
-    """Raised by the alarm."""
 
 
 class Whole(nn.Module):
@@ -113,58 +107,33 @@ def make_pairs(model: nn.Module, batch: dict[str, Any]) -> Iterator[tuple[str, C
 
 
 def judge(name: str) -> dict[str, Any]:
-    """Returns the result of every pair of one architecture, or why it was not built."""
-    from regard.health.models.tiny_architectures import NotBuilt, make_config
+    """Returns the result of every pair of one architecture."""
+    from regard.health.models.tiny_architectures import make_config
     from regard.health.models.tiny_inputs import find_runnable
 
-    line: dict[str, Any] = dict(name=name, pairs={})
-    try:
-        model, make = find_runnable(partial(make_config, name))
-        batch = make()
-        for pair, compare in make_pairs(model, batch):
-            started = time.process_time()
-            try:
-                found = compare()
-                said = "same" if found.same else found.line
-            except (TimeIsUp, KeyboardInterrupt):
-                raise
-            except Exception as error:
-                said = f"not run: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            line["pairs"][pair] = [said, round(time.process_time() - started, 1)]
-    except NotBuilt as error:
-        line["reason"] = str(error)
-    except TimeIsUp:
-        line["reason"] = f"it takes more than {LIMIT_S} s"
-    except Exception as error:  # of the library, while the model is made
-        line["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    return line
+    pairs: dict[str, list[Any]] = {}
+    model, make = find_runnable(partial(make_config, name))
+    batch = make()
+    for pair, compare in make_pairs(model, batch):
+        started = time.process_time()
+        try:
+            found = compare()
+            said = "same" if found.same else found.line
+        except TimeIsUp:
+            return dict(pairs=pairs, reason=f"it takes more than {LIMIT_S} s")
+        except Exception as error:
+            said = f"not run: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        pairs[pair] = [said, round(time.process_time() - started, 1)]
+    return dict(pairs=pairs)
 
 
 def run(names: list[str], out: Path) -> None:
-    os.environ["REGARD_CACHE"] = tempfile.mkdtemp()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # FlexAttention as written
-    warnings.simplefilter("ignore")
-    import transformers
-
-    import regard.hf  # noqa: F401
-    from regard.health.models.tiny_architectures import list_names
-
-    torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
-
-    def stop(*_: object) -> None:
-        raise TimeIsUp
-
-    signal.signal(signal.SIGVTALRM, stop)
-    with out.open("a", encoding="utf-8") as file:
-        for name in names or list_names():
-            signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
-            line = judge(name)
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            print(json.dumps(line), file=file, flush=True)
-            for pair, (said, seconds) in line["pairs"].items():
-                if said != "same":
-                    print(f"{name:24} {pair:20} {seconds:5.1f} s  {said}", flush=True)
+    known = prepare()
+    for line in judge_each(judge, names or known, out, LIMIT_S, add=True):
+        for pair, (said, seconds) in line.get("pairs", {}).items():
+            if said != "same":
+                print(f"{line['name']:24} {pair:20} {seconds:5.1f} s  {said}", flush=True)
 
 
 def write(path: Path) -> int:
@@ -174,7 +143,7 @@ def write(path: Path) -> int:
     count: Counter[tuple[str, str]] = Counter()
     told = []
     for name, line in sorted(lines.items()):
-        for pair, (said, _) in line["pairs"].items():
+        for pair, (said, _) in line.get("pairs", {}).items():
             aside = said.startswith("not run") or "another output on each run" in said
             kind = said if said == "same" else "not run" if aside else "another"
             count[pair, kind] += 1
@@ -183,7 +152,7 @@ def write(path: Path) -> int:
     rows = [f"| {pair} | " + " | ".join(str(count[pair, kind]) for kind in ("same", "another", "not run")) + " |"
             for pair in PAIRS]  # fmt: skip
     PAGE.write_text(HEAD.format(
-        version=transformers.__version__, count=sum(bool(one["pairs"]) for one in lines.values()),
+        version=transformers.__version__, count=sum(bool(one.get("pairs")) for one in lines.values()),
         rows="\n".join(rows), told="\n".join(told) or "| none | | |",
     ), encoding="utf-8")  # fmt: skip
     print(dict(count))

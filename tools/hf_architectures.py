@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
-import tempfile
-import time
-import warnings
 from collections import Counter
 from functools import partial
 from pathlib import Path
+
+from over_architectures import judge_each, prepare
 
 EQUAL, LIMIT_S = 1e-5, 90
 PAGE = Path(__file__).parents[1] / "docs" / "records" / "architectures.md"
@@ -61,10 +59,6 @@ and with `attn_implementation="regard"`: a padded batch, one without padding, an
 """
 
 
-class TimeIsUp(BaseException):
-    """Raised by the alarm."""
-
-
 def judge(name: str) -> str:
     """Returns "equal", "own code", "refused: …", "differs: …" or "not built: …"."""
     from regard.health.models.tiny_architectures import NotBuilt, make_config
@@ -80,8 +74,6 @@ def judge(name: str) -> str:
             return "equal"  # the difference was rounding
     except NotBuilt as error:
         return f"not built: {error}"
-    except TimeIsUp:
-        return f"not built: it takes more than {LIMIT_S} s"
     if found.startswith("unchecked"):
         return f"not built:{found.removeprefix('unchecked:')}"
     if not found or found.startswith("refused"):
@@ -97,41 +89,20 @@ def judge(name: str) -> str:
 
 
 def run(shard: str, only: str | None, out: Path) -> None:
-    os.environ["REGARD_HF_CHECK"], os.environ["REGARD_CACHE"] = "0", tempfile.mkdtemp()
-    warnings.simplefilter("ignore")
-    import torch
-    import transformers
-
-    import regard.hf  # noqa: F401
-    from regard.health.models.tiny_architectures import list_names
-
-    torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
-
-    def stop(*_: object) -> None:
-        raise TimeIsUp
-
-    signal.signal(signal.SIGALRM, stop)
+    os.environ["REGARD_HF_CHECK"] = "0"
     part, parts = map(int, shard.split("/"))
-    names = only.split(",") if only else list_names()[part::parts]
-    with out.open("w", encoding="utf-8") as file:
-        for name in names:
-            start = time.monotonic()
-            signal.alarm(LIMIT_S)
-            try:
-                result = judge(name)
-            except Exception as error:  # of the library, while the model is made
-                result = f"not built: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            signal.alarm(0)
-            line = dict(name=name, result=result, seconds=round(time.monotonic() - start, 1))
-            print(json.dumps(line), file=file, flush=True)
+    known = prepare()
+    for _ in judge_each(
+        lambda name: dict(result=judge(name)), only.split(",") if only else known[part::parts], out, LIMIT_S
+    ):
+        pass
 
 
 def write(parts: list[Path]) -> int:
     import transformers
 
     lines = [json.loads(line) for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
-    results = {line["name"]: line["result"] for line in lines}
+    results = {line["name"]: line.get("result") or f"not built: {line['reason']}" for line in lines}
     kinds = {name: result.partition(":")[0] for name, result in sorted(results.items())}
     count = Counter(kinds.values())
 

@@ -12,8 +12,8 @@ import torch
 
 import regard
 from regard.cli import main
+from regard.health.comparing.fingerprint import read_tensors, write_tensors
 from regard.health.comparing.sketches import sketch
-from regard.health.comparing.tensor_file import read_tensors, write_tensors
 from regard.health.models.tiny import TinyLM
 
 

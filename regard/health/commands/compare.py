@@ -10,8 +10,8 @@ from pathlib import Path
 
 from regard.health.commands import files
 from regard.health.commands.targets import Loaded, add_target_arguments, is_report, load_side
+from regard.health.comparing.models import compare_sides
 from regard.health.comparing.result import ModelComparison
-from regard.health.comparing.sides import compare_sides
 from regard.health.report.comparison import compare
 
 STATUS = dict(same=0, better=0, worse=1, different=1, unknown=2)

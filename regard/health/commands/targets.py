@@ -14,7 +14,7 @@ from torch import nn
 
 from regard.health.commands import files
 from regard.health.comparing.fingerprint import Fingerprint
-from regard.health.comparing.sides import FILES, read_side
+from regard.health.comparing.models import FILES, read_side
 from regard.health.models.loading import is_function
 from regard.health.models.targets import load_target
 

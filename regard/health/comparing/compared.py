@@ -10,8 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.health.comparing.blocks import Pairing, find_blocks, pair
-from regard.health.comparing.difference import SAFETY, align, beyond, budgets_of, change, changes_of, rounding_of
+from regard.health.comparing.difference import (
+    SAFETY,
+    Pairing,
+    align,
+    beyond,
+    budgets_of,
+    change,
+    changes_of,
+    find_blocks,
+    pair,
+    rounding_of,
+)
 from regard.health.comparing.explain import Case
 from regard.health.comparing.record import CALL_PARTS, Key, Mode, Run
 from regard.health.comparing.record import record as run_model

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 
 from regard.health.comparing.causes.rotary import recover
-from regard.health.comparing.fingerprint import Fingerprint, check
+from regard.health.comparing.fingerprint import Fingerprint, check, parse_json, read_tensors
 from regard.health.comparing.sketches import HEAD, HIDDEN, choose_tokens, sketch
-from regard.health.comparing.tensor_file import parse_json, read_tensors
 
 MAPPING = "regard.json"
 MOST_LAYERS = 4096

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.checks.weight_repairs import MOST_WEIGHTS, find_roles, list_inner_repairs
-from regard.health.comparing.blocks import Pairing
 from regard.health.comparing.causes.attention import explain_attention
 from regard.health.comparing.causes.dependence import explain_dependence, explain_run
 from regard.health.comparing.causes.generic import SHAPES, explain_generally, explain_numbers, explain_shapes
@@ -19,7 +18,7 @@ from regard.health.comparing.causes.losses import explain_loss
 from regard.health.comparing.causes.modules import explain_module, is_same
 from regard.health.comparing.causes.queries import explain_inputs, explain_turned
 from regard.health.comparing.causes.trial import EXACT, Cause, Trial
-from regard.health.comparing.difference import align, change
+from regard.health.comparing.difference import Pairing, align, change
 from regard.health.comparing.record import LOSS, Key, Mode, Run, read_field, run_batch
 from regard.health.measure.batches import is_function
 from regard.health.models.loading import describe_error

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 import regard
 from regard.health.capture.forwards import as_written
 from regard.health.capture.interception import check_model
-from regard.health.comparing.blocks import find_blocks, is_within
 from regard.health.comparing.causes.masks import describe_mask
 from regard.health.comparing.causes.queries import recover_call
-from regard.health.comparing.difference import SAFETY, change, first_change, rounding_of
+from regard.health.comparing.difference import SAFETY, change, find_blocks, first_change, is_within, rounding_of
 from regard.health.comparing.fingerprint import WORDS, Fingerprint, is_given
 from regard.health.comparing.record import Key, Run, find_dtype, read_field, record
 from regard.health.comparing.sketches import list_modules, make_plan, make_sketches, sample_attention

@@ -275,7 +275,7 @@ def compare(a: Any, b: Any, batches: Any = None, *, tolerance: float | None = No
     """
     if tolerance is not None and not 0.0 <= tolerance < float("inf"):
         raise ValueError(f"tolerance must be a number ≥ 0, got {tolerance!r}")
-    from regard.health.comparing.sides import compare_sides, is_side
+    from regard.health.comparing.models import compare_sides, is_side
 
     if is_side(a) or is_side(b):
         return compare_sides(a, b, batches, tolerance)

@@ -109,6 +109,8 @@ def rearranged(one: Compared) -> str | None:
         if one.changes.get(root, 0.0) > 0.0 or a.ndim < 2 or (a.is_floating_point() and a.shape[1:] != b.shape[1:]):
             return None
         often = [at._replace(use=at.use + 1) in run.points for at, run in zip((key, other), one.runs, strict=True)]
+        if a.numel() != b.numel() and not a.is_floating_point() and often[0] == often[1]:
+            return None  # of other positions, not other tokens
         if a.shape != b.shape or often[0] != often[1]:
             return f"{key.module} is given {list(a.shape)} in A, {list(b.shape)} in B"
         if a.is_floating_point():

@@ -37,6 +37,7 @@ ORDERS = {
     "tokens in another order",
     "weights of heads in another order",
 }  # kinds of causes that tell what a projection's difference means for heads
+FACTS = SHAPES | {"mask"}  # kinds of causes that are seen in both runs
 NUMBERS = (
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale",
     "query_pre_attn_scalar", "scale_emb", "scale_depth", "hidden_size", "final_logit_softcapping",
@@ -101,9 +102,9 @@ def explain_place(case: Case, key: Key) -> tuple[str, bool, list[str]]:
     if (cause is None or cause.is_vague) and not is_function(case.batch) and key.part != LOSS:
         found, more = _rerun(case, key)
         tried += more
-        if found is not None:  # of shapes that differ, a dependence says why
-            is_shape = cause is not None and cause.kinds & SHAPES
-            cause = replace(cause, text=f"{found.text} {cause.text}") if cause is not None and is_shape else found
+        if found is not None:  # of shapes or masks that differ, a dependence says why
+            is_fact = cause is not None and cause.kinds & FACTS
+            cause = replace(cause, text=f"{found.text} {cause.text}") if cause is not None and is_fact else found
     if cause is not None:
         return cause.text, cause.reproduces, tried
     return _say_unknown(case, key, tried), False, tried

@@ -83,6 +83,11 @@ def explain_shapes(trial: Trial) -> None:
                 moved = [names[at] if at < len(names) else str(at) for at, to in enumerate(order) if at != to]
                 trial.found.append(Cause(f"{said}: B takes {' and '.join(moved)} for one another.", SHAPES))
                 return
+    along = [_find_axis(x) for x in (a, b)]
+    if None not in along and along[0] != along[1]:
+        said = f"{said}: its numbers count along axis {along[0]} in A and along axis {along[1]} in B"
+        trial.found.append(Cause(f"{said} (0 is the batch, 1 the tokens).", SHAPES))
+        return
     axes = [at for at, (x, y) in enumerate(zip(a.shape, b.shape, strict=False)) if x != y]
     if a.ndim == b.ndim and len(axes) == 1:
         for (one, x), (other, y) in itertools.permutations((("A", a), ("B", b))):
@@ -92,6 +97,12 @@ def explain_shapes(trial: Trial) -> None:
                     trial.found.append(Cause(f"{said}: {one} holds {other}'s {what}.", SHAPES, True))
                     return
     trial.found.append(Cause(f"{said}, and neither holds the other's numbers.", SHAPES, True, reproduces=False))
+
+
+def _find_axis(x: Tensor) -> int | None:
+    """The only axis along which a tensor is 0, 1, 2, …; None for any other."""
+    long = [axis for axis, n in enumerate(x.shape) if n > 1]
+    return long[0] if len(long) == 1 and torch.equal(x.flatten(), torch.arange(x.numel()).to(x)) else None
 
 
 def explain_numbers(trial: Trial) -> None:

@@ -75,10 +75,12 @@ def _say_hidden(a: Tensor, b: Tensor) -> str | None:
     own = torch.eye(a.shape[-1], dtype=torch.bool)  # a query may always see itself
     if torch.equal(hidden[0], hidden[1]) or not torch.equal(a & ~either & ~own, b & ~either & ~own):
         return None
-    row = int((hidden[0] != hidden[1]).flatten(1).any(1).int().argmax())
-    keys = [fold_numbers(x[row, 0, 0].nonzero().flatten().tolist()) or "none" for x in hidden]
-    said = f"of sequence {row} keys {keys[0]} are hidden in A and keys {keys[1]} in B"
-    return f"{said}: the padding of another text, or moved"
+    row, head, *_ = (hidden[0] != hidden[1]).nonzero()[0].tolist()
+    keys = [fold_numbers(x[row, head, 0].nonzero().flatten().tolist()) or "none" for x in hidden]
+    by_head = any(not torch.equal(x, x[:, :1].expand_as(x)) for x in hidden)
+    where = f"sequence {row}, head {head}" if by_head else f"sequence {row}"
+    why = "heads take the padding of other sequences" if by_head else "the padding of another text, or moved"
+    return f"of {where} keys {keys[0]} are hidden in A and keys {keys[1]} in B: {why}"
 
 
 def _both_real(seen: Tensor, real: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ import regard
 from regard.health import checks, examine
 from regard.health.checks.finding import Finding
 from regard.health.report import files, screen
-from regard.health.report.comparison import list_most_changed
+from regard.health.report.differences import list_most_changed
 from regard.health.report.page import report_page as page
 from regard.health.report.report import Report, WhatIfReading
 

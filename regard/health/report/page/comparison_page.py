@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from regard.health.measure.heads import HeadReading
 from regard.health.report import files
-from regard.health.report.comparison import (
-    UNSURE,
-    Comparison,
-    FindingChange,
-    describe_gaps,
-    describe_name,
-)  # fmt: skip
+from regard.health.report.comparison import UNSURE, Comparison, describe_gaps, describe_name
+from regard.health.report.differences import FindingChange
 from regard.health.report.glossary import FINDINGS, link, link_words, make_glossary
 from regard.health.report.page.causes import SHOWN, make_button, make_causes
 from regard.health.report.page.document import escape, make_document, pack

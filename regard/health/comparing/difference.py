@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.comparing.record import CALL_PARTS, Key, Run
-from regard.health.comparing.scores import Kept, spread
+from regard.health.comparing.scores import Kept, with_equal_heads
 
 SHARED = 0.7  # part of the places that two runs of the same code have in common, at least
 SAFETY = 4.0  # a difference is real beyond so many times what random rounding did
@@ -131,10 +131,8 @@ def align(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def change(a: Tensor, b: Tensor, part: str = "", real: Real = None) -> float:
     """The largest ‖a − b‖ of a row over the larger of its ‖a‖ and the typical one; inf for other shapes."""
-    if part in ("k", "v") and a.ndim == b.ndim == 4 and a.shape[1] != b.shape[1]:
-        heads = max(a.shape[1], b.shape[1])
-        if heads % a.shape[1] == 0 and heads % b.shape[1] == 0:
-            a, b = spread(a, heads), spread(b, heads)
+    if part in ("k", "v") and a.ndim == b.ndim == 4:
+        a, b = with_equal_heads(a, b)
     a, b = align(as_rows(a, part), as_rows(b, part))
     if a.shape != b.shape:
         if a.numel() != b.numel() or a.shape[-1] != b.shape[-1]:

@@ -12,10 +12,12 @@ import math
 import numpy as np
 import torch
 
-from regard.health.comparing.causes.of_fingerprints import INNER, budget_of, centred, explain, pair_of, split
+from regard.health.comparing.causes.of_fingerprints import explain
 from regard.health.comparing.difference import change
 from regard.health.comparing.fingerprint import Fingerprint, is_given
+from regard.health.comparing.record import CALL_PARTS
 from regard.health.comparing.result import LayerDifference, ModelComparison
+from regard.health.comparing.sketches import budget_of, centred, pair_of, split
 
 APART = "each model run by itself"
 PLACES = {"input": "the input", "output": "the output", "scores": "the scores", "mask": "the mask"}
@@ -51,18 +53,17 @@ def compare_fingerprints(a: Fingerprint, b: Fingerprint, tolerance: float | None
         said = "Both compute the same on the tokens that are kept, within rounding."
         return ModelComparison(True, None, said, True, "", layers, output, rounding, notes=notes, given=APART)
     at, part = split(place)
-    sentence, tried = explain(a, b, place, changes, wrong)
-    inner = _next_inner(a, place, wrong) if sentence is None and part.startswith("at.") else None
+    found, tried = explain(a, b, place, changes, wrong)
+    inner = _next_inner(a, place, wrong) if found is None and part.startswith("at.") else None
     if inner is not None:
-        sentence, more = explain(a, b, inner, changes, wrong)
+        found, more = explain(a, b, inner, changes, wrong)
         tried = [*tried, *more]
     first = next((one for one in layers if one.index == at), None)
     where = _say_place(a, place, at, part)
-    cause = sentence or f"It differs by {changes[place]:.2g} of its size. Tried: {', '.join(tried) or 'nothing'}."
+    cause = f"It differs by {changes[place]:.2g} of its size. Tried: {', '.join(tried) or 'nothing'}."
+    cause, named = (cause, False) if found is None else (found.text, found.reproduces)
     parts = [] if first is None else [one for one in first.differs if one != "block"] or list(first.differs)
-    return ModelComparison(
-        False, first, cause, sentence is not None, where, layers, output, rounding, parts, tried, notes, APART
-    )
+    return ModelComparison(False, first, cause, named, where, layers, output, rounding, parts, tried, notes, APART)
 
 
 def _check_tokens(a: Fingerprint, b: Fingerprint) -> None:
@@ -113,7 +114,7 @@ def _order(a: Fingerprint, name: str) -> tuple[int, int, int]:
         return at, modules.index(module) if module in modules else middle, 0
     cross = 10**5 if part.startswith("cross.") else 0
     part = part.removeprefix("cross.")
-    return at, middle + cross, 1 + (INNER.index(part) if part in INNER else len(INNER))
+    return at, middle + cross, 1 + (CALL_PARTS.index(part) if part in CALL_PARTS else len(CALL_PARTS))
 
 
 def _first(a: Fingerprint, wrong: set[str], changes: dict[str, float]) -> str | None:

@@ -211,6 +211,14 @@ def spread(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def with_equal_heads(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both [B, H, N, D] with as many heads, where one shares them among queries and the other does not."""
+    many = max(a.shape[1], b.shape[1])
+    if a.shape[0] != b.shape[0] or a.shape[2:] != b.shape[2:] or many % a.shape[1] or many % b.shape[1]:
+        return a, b
+    return spread(a, many), spread(b, many)
+
+
 def perturb_scores(kept: Kept, size: float, generator: torch.Generator) -> Tensor:
     """How the output moves if scores and weights are moved by `size` of themselves at random, [B, H, M, E]."""
     if not kept.is_readable:

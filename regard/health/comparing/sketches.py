@@ -5,6 +5,7 @@ A sketch stands for a large vector: its products with signs that a seed gives.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.health.comparing.difference import SAFETY
+from regard.health.comparing.fingerprint import Fingerprint
 from regard.health.comparing.record import Key, Run
 from regard.health.comparing.scores import Kept
 
@@ -239,3 +242,48 @@ def choose_tokens(batch: int, length: int, real: np.ndarray | None = None) -> li
     mixed = [one for pair in zip(first[: len(ends)], ends, strict=False) for one in pair]
     rest = [one for row in (first[len(ends) :], *found[1:]) for one in row]
     return [*mixed, *ends[len(first) :], *rest][:TOKENS]
+
+
+def pair_of(a: Fingerprint, b: Fingerprint, name: str) -> tuple[Tensor, Tensor] | None:
+    """Both sketches of a place as [1, T, …] in float64, cut to the tokens and numbers that both have."""
+    x, y = (one.tensors[name].astype(np.float64) for one in (a, b))
+    rows = [[len(entry["rows"]) for entry in one.facts["tokens"]] for one in (a, b)]
+    if rows[0] != rows[1] and len(rows[0]) == len(rows[1]) == 1:
+        count = min(len(x), len(y))
+        x, y = x[:count], y[:count]
+    if x.shape[:-1] != y.shape[:-1] and x.ndim == y.ndim == 3 and name.rpartition(".")[2] in ("k", "v"):
+        heads = max(x.shape[1], y.shape[1])
+        if heads % x.shape[1] == 0 and heads % y.shape[1] == 0:
+            x, y = (np.repeat(z, heads // z.shape[1], 1) for z in (x, y))
+    if x.shape[:-1] == y.shape[:-1] and x.shape[-1] != y.shape[-1]:  # sketches of another width begin alike
+        count = min(x.shape[-1], y.shape[-1]) - 1
+        x, y = x[..., :count], y[..., :count]
+    if x.shape != y.shape or not x.size:
+        return None
+    return torch.from_numpy(x)[None], torch.from_numpy(y)[None]
+
+
+def centred(x: Tensor) -> Tensor:
+    """Statistics of logits that a constant per row leaves alone: max − mean, deviation, log-sum-exp − mean."""
+    return torch.stack([x[..., 0] - x[..., 1], x[..., 2], x[..., 3] - x[..., 1]], -1)
+
+
+def budget_of(a: Fingerprint, b: Fingerprint, name: str) -> float:
+    """How far rounding may bring both apart: the larger of what was measured, with four roundings at least."""
+    known = [one.facts["budgets"].get(name) for one in (a, b)]
+    sizes = [float(one.facts["rounding"]) for one in (a, b)]
+    measured = [float(x) for x in known if x is not None]
+    if len(measured) == 2:
+        return max(measured)
+    depth = max(len(a.layers), len(b.layers), 1)
+    without = SAFETY * max(sizes) * math.sqrt(2.0 * depth)  # nothing was measured: roundings of all layers add up
+    coarser = max(sizes) / min(sizes) if measured and min(sizes) > 0 else 1.0
+    return max([without, *(x * coarser for x in measured)])
+
+
+def split(name: str) -> tuple[int | None, str]:
+    """(layer, part) of a tensor's name; the part of a module is "at." and its name in the layer."""
+    parts = name.split(".")
+    if parts[0] != "layers" or len(parts) < 3 or not parts[1].isdigit():
+        return None, name
+    return int(parts[1]), ".".join(parts[2:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,65 +15,18 @@ from regard.health.comparing.causes.generic import explain_generally
 from regard.health.comparing.causes.guesses import GROUPS, Pair, guess_outputs, match_heads
 from regard.health.comparing.causes.rotary import Rotary, explain_rotation
 from regard.health.comparing.causes.trial import Cause, Trial, name_factor
-from regard.health.comparing.difference import SAFETY
 from regard.health.comparing.fingerprint import Fingerprint
 from regard.health.comparing.result import list_layers
 from regard.health.comparing.scores import Kept
-from regard.health.comparing.sketches import HEAD, HIDDEN
+from regard.health.comparing.sketches import HEAD, HIDDEN, budget_of, centred, pair_of, split
 
 ORDERED = "weights sharded, stacked or repeated otherwise"
-INNER = ("q", "k", "v", "mask", "scores", "attention")
 FACTS = ("scale", "softcap", "sink", "normalizer", "bias", "temperature", "mask", "heads", "groups", "width", "kind")
-
-
-def pair_of(a: Fingerprint, b: Fingerprint, name: str) -> tuple[Tensor, Tensor] | None:
-    """Both sketches of a place as [1, T, …] in float64, cut to the tokens and numbers that both have."""
-    x, y = (one.tensors[name].astype(np.float64) for one in (a, b))
-    rows = [[len(entry["rows"]) for entry in one.facts["tokens"]] for one in (a, b)]
-    if rows[0] != rows[1] and len(rows[0]) == len(rows[1]) == 1:
-        count = min(len(x), len(y))
-        x, y = x[:count], y[:count]
-    if x.shape[:-1] != y.shape[:-1] and x.ndim == y.ndim == 3 and name.rpartition(".")[2] in ("k", "v"):
-        heads = max(x.shape[1], y.shape[1])
-        if heads % x.shape[1] == 0 and heads % y.shape[1] == 0:
-            x, y = (np.repeat(z, heads // z.shape[1], 1) for z in (x, y))
-    if x.shape[:-1] == y.shape[:-1] and x.shape[-1] != y.shape[-1]:  # sketches of another width begin alike
-        count = min(x.shape[-1], y.shape[-1]) - 1
-        x, y = x[..., :count], y[..., :count]
-    if x.shape != y.shape or not x.size:
-        return None
-    return torch.from_numpy(x)[None], torch.from_numpy(y)[None]
-
-
-def centred(x: Tensor) -> Tensor:
-    """Statistics of logits that a constant per row leaves alone: max − mean, deviation, log-sum-exp − mean."""
-    return torch.stack([x[..., 0] - x[..., 1], x[..., 2], x[..., 3] - x[..., 1]], -1)
-
-
-def budget_of(a: Fingerprint, b: Fingerprint, name: str) -> float:
-    """How far rounding may bring both apart: the larger of what was measured, with four roundings at least."""
-    known = [one.facts["budgets"].get(name) for one in (a, b)]
-    sizes = [float(one.facts["rounding"]) for one in (a, b)]
-    measured = [float(x) for x in known if x is not None]
-    if len(measured) == 2:
-        return max(measured)
-    depth = max(len(a.layers), len(b.layers), 1)
-    without = SAFETY * max(sizes) * math.sqrt(2.0 * depth)  # nothing was measured: roundings of all layers add up
-    coarser = max(sizes) / min(sizes) if measured and min(sizes) > 0 else 1.0
-    return max([without, *(x * coarser for x in measured)])
-
-
-def split(name: str) -> tuple[int | None, str]:
-    """(layer, part) of a tensor's name; the part of a module is "at." and its name in the layer."""
-    parts = name.split(".")
-    if parts[0] != "layers" or len(parts) < 3 or not parts[1].isdigit():
-        return None, name
-    return int(parts[1]), ".".join(parts[2:])
 
 
 def explain(
     a: Fingerprint, b: Fingerprint, place: str, changes: dict[str, float], wrong: set[str]
-) -> tuple[str | None, list[str]]:
+) -> tuple[Cause | None, list[str]]:
     """(the cause or None, what was tried) of the first difference: what takes A to B, or else B to A."""
     cause, tried = _explain_from(a, b, place, changes, wrong)
     if cause is None or cause.is_vague:
@@ -82,7 +34,7 @@ def explain(
         tried = list(dict.fromkeys([*tried, *more]))
         if other is not None and (cause is None or not other.is_vague):
             cause = other.mirrored()
-    return None if cause is None else cause.text, tried
+    return cause, tried
 
 
 def _explain_from(
@@ -99,7 +51,7 @@ def _explain_from(
         return Cause(f"{_lead(a, texts)}the masks differ{said or _say_seen(pair)}."), ["masks"]
     if pair is None:
         shapes = [list(one.tensors[place].shape[1:]) for one in (a, b)]
-        return Cause(f"the shapes differ: {shapes[0]} in A, {shapes[1]} in B."), ["shapes"]
+        return Cause(f"the shapes differ: {shapes[0]} in A, {shapes[1]} in B.", reproduces=False), ["shapes"]
     budget = budget_of(a, b, place)
     if part == "scores":
         found, done = _explain_scores(a, b, pair, facts, budget)

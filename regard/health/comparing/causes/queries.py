@@ -14,7 +14,7 @@ from regard.health.comparing.causes.guesses import Pair, match_heads
 from regard.health.comparing.causes.trial import EXACT, Cause, Trial
 from regard.health.comparing.difference import change
 from regard.health.comparing.record import Key, Run
-from regard.health.comparing.scores import Kept, spread
+from regard.health.comparing.scores import Kept, spread, with_equal_heads
 from regard.health.report.writer import fold_numbers
 
 
@@ -72,19 +72,10 @@ def explain_part(pair: Pair, part: str, run: Run, key: Key) -> Trial:
             ))  # fmt: skip
     if part != "q" and not trial.found:
         _try_other_calls(trial, part, run, key)
-    if run.is_step(key) and part != "q" and not trial.found:
         _try_cache(trial, part, pair, run, key)
     if not trial.found:
         explain_generally(trial)
     return trial
-
-
-def with_equal_heads(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with as many heads, where one shares them among queries and the other does not."""
-    many = max(a.shape[1], b.shape[1])
-    if a.shape[0] != b.shape[0] or a.shape[2:] != b.shape[2:]:
-        return a, b
-    return (a, b) if many % a.shape[1] or many % b.shape[1] else (spread(a, many), spread(b, many))
 
 
 def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
@@ -123,22 +114,17 @@ def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> No
         _try_step(trial, a, b, run, key)
     if trial.found:
         return
+    _try_angles(trial, a, b, tolerance)
+
+
+def _try_angles(trial: Trial, a: Tensor, b: Tensor, tolerance: float) -> None:
+    """Other angles than A's, where none of its own are known: by one law, or one for each token and pair."""
     turned = rotary.recover(a, b, tolerance)
-    if turned is not None:
-        if turned.offset == 0.0 and abs(turned.factor - 1) > 1e-3 and float(turned.omega.abs().max()) < 1e-4:
-            return
+    if turned is not None and (turned.offset or float(turned.omega.abs().max()) > 1e-4):
         steady = float(turned.omega.abs().max()) < 1e-4
-        sentence = (
-            "B turns it by other angles than A, and v agrees: rotary positions begin at another place."
-            if steady
-            else "B turns it by other angles than A: rotary positions of another base, scaling, pairing or none."
-        )
-        trial.explains("other angles", rotary.rotate(a, turned), sentence, True)
-    _try_angles(trial, a, b)
-
-
-def _try_angles(trial: Trial, a: Tensor, b: Tensor) -> None:
-    """Another angle for each token and pair, alike in all heads: positions of other axes, or of some tokens alone."""
+        why = "begin at another place" if steady else "of another base, scaling, pairing or none"
+        said = f"B turns it by other angles than A: rotary positions {why}."
+        trial.explains("other angles", rotary.rotate(a, turned), said, True)
     for style in rotary.STYLES if not trial.found and a.ndim == 4 else ():
         angle = rotary.recover_angles(a, b, style, trial.tolerance)
         if angle is not None:
@@ -216,14 +202,14 @@ def _try_other_calls(trial: Trial, part: str, run: Run, key: Key) -> None:
 
 def _try_cache(trial: Trial, part: str, pair: Pair, run: Run, key: Key) -> None:
     """A decoding step: which tokens' keys each cache holds, by those that A computed in this forward and before."""
-    known, first = [], 0
-    for use in range(key.use + 1):
+    known = []
+    for use in range(key.use + 1) if run.is_step(key) and not trial.found else ():
         at = key._replace(use=use)
         if at not in run.calls:
             return
-        x, new = getattr(run.calls[at], part), run.calls[at].shape[2]
-        known.append(x[:, :, -new:])
-        first += new
+        known.append(getattr(run.calls[at], part)[:, :, -run.calls[at].shape[2] :])
+    if not known:
+        return
     pool, held = torch.cat(known, 2).double(), []
     for x in (trial.a.double(), trial.b.double()):
         pool = spread(pool, x.shape[1]) if x.shape[1] % pool.shape[1] == 0 else pool

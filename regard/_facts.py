@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-DEFAULT_ORDER = [1, 2, 0, 3, 4]  # of torch's attention kernels: flash, efficient, math, cuDNN, a device's own
+DEFAULT_ORDERS = [1, 2, 0, 3, 4], [3, 1, 2, 0, 4]  # of torch's attention kernels: flash, efficient, math, cuDNN, a
+# device's own; torch itself puts cuDNN first at its first call on a Hopper GPU, for all calls after it
 
 
 NO_NUMBA = (
@@ -87,7 +88,7 @@ def allowed_backends() -> tuple[int, ...] | None:
     c = torch._C
     enabled = c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(), c._get_math_sdp_enabled()
     order = c._get_sdp_priority_order()
-    if all(enabled) and c._get_cudnn_sdp_enabled() and order == DEFAULT_ORDER:
+    if all(enabled) and c._get_cudnn_sdp_enabled() and order in DEFAULT_ORDERS:
         return None
     return *enabled, c._get_cudnn_sdp_enabled(), *order
 

@@ -38,7 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if q.shape[-2] != 1 or torch.compiler.is_compiling():
         with sdpa_kernel(STEP) if q.shape[-2] == 1 else sdpa_kernel(ORDER, set_priority=True):
             return scaled_dot_product_attention(q, k, v, **options)
-    torch._C._set_sdp_use_cudnn(False)  # `sdpa_kernel` of torch 2.11 leaves other settings than it found
+    torch._C._set_sdp_use_cudnn(False)  # `sdpa_kernel` takes the host as long as a small kernel runs
     try:
         return scaled_dot_product_attention(q, k, v, **options)
     finally:

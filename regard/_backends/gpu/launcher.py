@@ -61,18 +61,32 @@ def launch(key: Hashable, kernel: Any, programs: int, arguments: tuple, constant
         _state.recorder.record_launch(compiled, programs, arguments, constants)
 
 
-def describe(x: Any) -> Hashable:
-    """What Triton specialises an argument on: of an integer whether it is 1, a multiple of 16 or long, no length."""
-    kind: Hashable = type(x)
-    if kind is int:
-        return (x == 1) + 2 * (x % 16 == 0) + 4 * (-(2**31) <= x < 2**31)
-    if isinstance(x, tuple):
-        return tuple([describe(part) for part in x])
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if _is_descriptor(x):
-        return kind, x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None)
-    return kind if kind is not bool else x
+def describe(arguments: tuple) -> tuple:
+    """What Triton specialises arguments on: of an integer whether it is 1, a multiple of 16 or long, no length.
+
+    One flat tuple, since a call has a hundred of them: a tuple among them is its length and then its parts.
+    """
+    found: list[Hashable] = []
+    _describe(arguments, found.append)
+    return tuple(found)
+
+
+def _describe(arguments: tuple, add: Callable[[Hashable], None]) -> None:
+    for x in arguments:
+        kind = type(x)
+        if x is None or kind is bool:
+            add(x)
+        elif kind is int:
+            add((x == 1) + 2 * (x % 16 == 0) + 4 * (-(2**31) <= x < 2**31))
+        elif isinstance(x, torch.Tensor):
+            add((x.dtype, x.data_ptr() % 16 == 0))
+        elif isinstance(x, tuple):
+            add((kind, len(x)))
+            _describe(x, add)
+        elif _is_descriptor(x):
+            add((kind, x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None)))
+        else:
+            add(kind)
 
 
 class Prepared(NamedTuple):

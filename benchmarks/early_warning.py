@@ -31,6 +31,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, scale: float | None, bf16: bool, qk_norm: bool) -> None:
         super().__init__()
         self.heads, self.scale, self.bf16, self.is_normed, self.is_causal = heads, scale, bf16, qk_norm, True
+        self.mask: Tensor | None = None  # in place of the causal one
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,7 +40,9 @@ class Attention(nn.Module):
             q, k = (F.normalize(x, dim=-1) * x.shape[-1] ** 0.5 for x in (q, k))
         if self.bf16:
             q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal, scale=self.scale)
+        mask = self.mask if self.mask is None else self.mask[: x.shape[1], : x.shape[1]]
+        causal = self.is_causal and mask is None
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale)
         return self.out(o.to(x.dtype).transpose(1, 2).flatten(2))
 
 

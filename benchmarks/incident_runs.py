@@ -36,7 +36,9 @@ class Run:
     sgd: bool = False
     late: bool = False
     easy: Callable[[Tensor], Tensor] | None = None  # of the batches before `at`
-    half: str = ""  # "seen", "unseen" or "new"
+    each: Callable[[nn.Module, int], None] | None = None  # done before each step
+    loss_factor: Callable[[int], float] = lambda step: 1.0
+    half: str = ""  # "seen", "unseen", "new" or "reported"
     model: dict = field(default_factory=dict)
 
 

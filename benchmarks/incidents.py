@@ -1,6 +1,6 @@
 """How early and how rightly a Monitor reports: failing and sound trainings, in the dense start and after step 700.
 
-python benchmarks/incidents.py [--half seen|unseen|new] [--only WORD] [--seed N] [--markdown FILE]
+python benchmarks/incidents.py [--half seen|unseen|new|reported] [--only WORD] [--seed N] [--markdown FILE]
 
 Each run trains a character model of 2 to 4 layers on regard's own source under `regard.Monitor(model, every=100)` with
 its defaults and `monitor.step(loss=…)`. Late runs go on from step 700 of a sound one, its weights, optimizer and
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import regard
 from benchmarks.early_warning import LENGTH, Model, load_text, step_of_loss
 from benchmarks.incident_runs import AFTER, BATCH, EARLY, FAILING, LATE, SLOW, SOUND, Run
+from benchmarks.reported_runs import REPORTED_FAILING, REPORTED_SOUND
 
 EFFECT = 0.1  # of a fault on the loss, in nats, that is to be reported
 
@@ -59,6 +60,8 @@ class Training:
             self.step += 1
             if run.break_ is not None and self.step == run.at:
                 run.break_(self.model, self.optimizer)
+            if run.each is not None:
+                run.each(self.model, self.step)
             starts = torch.randint(len(text) - LENGTH - 1, (BATCH,)).tolist()
             ids = torch.stack([text[start : start + LENGTH + 1] for start in starts])
             change = run.corrupt if self.step >= (run.at or 0) else run.easy
@@ -67,6 +70,7 @@ class Training:
             for group in self.optimizer.param_groups:
                 group["lr"] = run.rate * warm * run.factor(self.step)
             loss = F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            loss = loss * run.loss_factor(self.step)
             self.optimizer.zero_grad()
             loss.backward()
             if run.clip is not None:
@@ -105,12 +109,13 @@ def run_one(run: Run, text: Tensor, base: dict) -> tuple[list, list[float], floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--half", choices=["seen", "unseen", "new"])
+    parser.add_argument("--half", choices=["seen", "unseen", "new", "reported"])
     parser.add_argument("--only", default="")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
-    for run in (*FAILING, *SOUND):
+    failing, sound = [*FAILING, *REPORTED_FAILING], [*SOUND, *REPORTED_SOUND]
+    for run in (*failing, *sound):
         run.seed += 1000 * options.seed
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -136,7 +141,7 @@ def main() -> None:
             twins[key] = run_one(Run("twin", late=run.late, seed=run.seed, at=run.at, model=sane), text, base)[1]
         return twins[key]
 
-    for half, run in chosen(FAILING):
+    for half, run in chosen(failing):
         found, losses, seconds = run_one(run, text, base)
         first = found[0] if found else None
         offset = 700 if run.late else 0
@@ -166,7 +171,7 @@ def main() -> None:
                      f"{'yes' if right else 'no'} | {len(found)} |")  # fmt: skip
         print(lines[-1], f"[{seconds:.0f} s]", "; ".join(one.text for one in found)[:160], flush=True)
     sound_lines, warned = ["| run | half | loss | warnings |", "| --- | --- | --- | --- |"], 0
-    for half, run in chosen(SOUND):
+    for half, run in chosen(sound):
         found, losses, seconds = run_one(run, text, base)
         warned += bool(found)
         sound_lines.append(f"| {run.name} | {half} | {sparkline(losses)} | "

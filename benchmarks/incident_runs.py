@@ -11,11 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.health.watching.incidents import DATA, DEAD, LARGE, MOVED, NOT_FINITE
+from regard.health.watching.incidents import (
+    AGAIN,
+    DATA,
+    DEAD,
+    FUTURE,
+    LARGE,
+    MOVED,
+    NOT_FINITE,
+    OVERWRITTEN,
+    STEPS,
+)  # fmt: skip
 
 BATCH, EARLY, LATE, AFTER = 4, 160, 720, 50  # sequences; the steps of early and late faults; steps after them
 SLOW = 180  # steps of a slow early run
-WEIGHTS = (LARGE, MOVED)
+WEIGHTS = (LARGE, MOVED, STEPS)
 INPUT = (DATA, MOVED)
 
 
@@ -114,12 +124,12 @@ def sudden(late: bool) -> list[Run]:
         Run(f"{word}: random bytes in half of the batch", INPUT, corrupt=bytes_in_half, **more),
         Run(f"{word}: NaN in a weight", (NOT_FINITE,), break_=put(math.nan, "mlp"), **more),
         Run(f"{word}: infinity in q", (NOT_FINITE,), break_=put(math.inf, "attention"), **more),
-        Run(f"{word}: weights of q and k times 30", (LARGE,), break_=scale_queries(30.0), **more),
-        Run(f"{word}: weights of q and k times 10", (LARGE, MOVED), break_=scale_queries(10.0), **more),
+        Run(f"{word}: weights of q and k times 30", (LARGE, OVERWRITTEN), break_=scale_queries(30.0), **more),
+        Run(f"{word}: weights of q and k times 10", (LARGE, MOVED, OVERWRITTEN), break_=scale_queries(10.0), **more),
         Run(f"{word}: every second token random", INPUT, corrupt=wrong_labels, **more),
         Run(f"{word}: text read backwards", INPUT, corrupt=reverse, **more),
-        Run(f"{word}: values lost", (DEAD, *INPUT), break_=drop_values, **more),
-        Run(f"{word}: embedding lost", INPUT, break_=wipe_embedding, **more),
+        Run(f"{word}: values lost", (DEAD, OVERWRITTEN), break_=drop_values, **more),
+        Run(f"{word}: embedding lost", (OVERWRITTEN, *INPUT), break_=wipe_embedding, **more),
     ]
 
 
@@ -245,12 +255,12 @@ def new_faults(late: bool) -> list[Run]:
     at, word = (LATE, "late") if late else (EARLY, "early")
     more: dict[str, Any] = dict(at=at, late=late, half="new")
     return [
-        Run(f"{word}: mask lost", INPUT, break_=lose_mask, **more),
-        Run(f"{word}: positions lost", INPUT, break_=lose_positions, **more),
+        Run(f"{word}: mask lost", (FUTURE,), break_=lose_mask, **more),
+        Run(f"{word}: positions lost", (OVERWRITTEN,), break_=lose_positions, **more),
         Run(f"{word}: a head zeroed", (DEAD, *INPUT), break_=zero_a_head, **more),
-        Run(f"{word}: embedding rows overwritten", INPUT, break_=overwrite_rows, **more),
+        Run(f"{word}: embedding rows overwritten", (OVERWRITTEN, *INPUT), break_=overwrite_rows, **more),
         Run(f"{word}: scale 4 times as large", (LARGE, MOVED), break_=rescale(4.0), **more),
-        Run(f"{word}: one batch for ever", INPUT, corrupt=Repeat(), **more),
+        Run(f"{word}: one batch for ever", (AGAIN,), corrupt=Repeat(), **more),
         Run(f"{word}: overflow in float16", (NOT_FINITE,), break_=overflow_in_fp16, **more),
         Run(f"{word}: labels of other texts", INPUT, corrupt=shift_labels, **more),
     ]

@@ -32,8 +32,20 @@ from torch import Tensor, nn
 
 from benchmarks.early_warning import LENGTH
 from benchmarks.incident_runs import (
-    EARLY, INPUT, LARGE, LATE, MOVED, NOT_FINITE, WEIGHTS, Run, attentions, grow, jump, restarts,
-)  # fmt: skip
+    EARLY,
+    INPUT,
+    LARGE,
+    LATE,
+    MOVED,
+    NOT_FINITE,
+    WEIGHTS,
+    Run,
+    attentions,
+    grow,
+    jump,
+    restarts,
+)
+from regard.health.watching.incidents import FUTURE, OVERWRITTEN, SMALL
 
 
 def set_mask(mask: Tensor):
@@ -119,17 +131,17 @@ def reported_faults(late: bool) -> list[Run]:
     at, word = (LATE, "late") if late else (EARLY, "early")
     more: dict[str, Any] = dict(at=at, late=late, half="reported", seed=80 + late)
     return [
-        Run(f"{word}: next token seen", INPUT, break_=set_mask(SEES_NEXT), **more),
-        Run(f"{word}: mask too weak", INPUT, break_=set_mask(WEAK), **more),
+        Run(f"{word}: next token seen", (FUTURE,), break_=set_mask(SEES_NEXT), **more),
+        Run(f"{word}: mask too weak", (FUTURE,), break_=set_mask(WEAK), **more),
         Run(f"{word}: positions all alike", INPUT, break_=make_positions_equal, **more),
-        Run(f"{word}: a layer initialised again", INPUT, break_=initialize_layer, **more),
-        Run(f"{word}: rows of q, k and v reordered", INPUT, break_=reorder_rows, **more),
+        Run(f"{word}: a layer initialised again", (OVERWRITTEN, *INPUT), break_=initialize_layer, **more),
+        Run(f"{word}: rows of q, k and v reordered", (OVERWRITTEN, *INPUT), break_=reorder_rows, **more),
         Run(f"{word}: gradients vanish", (), break_=lose_gradients, **more),
         Run(f"{word}: second moments lost", WEIGHTS, break_=lose_second_moments, **more),
         Run(f"{word}: rate begins anew, 10 times as high", WEIGHTS, factor=jump(10.0, at), **more),
         Run(f"{word}: ids off by one", INPUT, corrupt=shift_ids, **more),
         Run(f"{word}: padding on the left seen", INPUT, corrupt=pad_left, **more),
-        Run(f"{word}: scores divided by √width", (MOVED,), break_=scale_by_width, **more),
+        Run(f"{word}: scores divided by √width", (SMALL, MOVED), break_=scale_by_width, **more),
         Run(f"{word}: loss summed", INPUT, loss_factor=jump(8.0, at), **more),
         Run(f"{word}: a batch without a label", (NOT_FINITE,), loss_factor=jump(math.nan, at), **more),
     ]

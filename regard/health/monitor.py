@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from regard.health.capture.forwards import as_written
 from regard.health.measure.side_stream import HostCopies
+from regard.health.qk_clip.max_logits import is_clipped
 from regard.health.watching import callbacks
 from regard.health.watching.black_box import BlackBox
 from regard.health.watching.every_step import NO_STEP, ONLY_LOGITS, EveryStep
@@ -147,13 +148,16 @@ class Monitor:
         ]
 
     def close(self) -> None:
-        """Read the last sample, stop watching and remove the hooks."""
+        """Read the last sample, stop watching and remove the hooks; over ranks it waits five seconds at most."""
+        self._close(waits=True)
+
+    def _close(self, waits: bool) -> None:
         if not self._hooks:
             return
         self._sampler.abort()
         self._guarded(self._read_taps)
         self._guarded(self._read_sample, True)
-        self._guarded(self._read_ranks, True)
+        self._guarded(self._read_ranks, True, waits)
         if not self.steps and self._every_step.has_seen_graphs():
             self._teller.warn_once("steps", NO_STEP)
         self._every_step.stop()
@@ -214,8 +218,8 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._close(waits=kind is None)  # after an error, of a rank that is gone too, nobody is waited for
 
     def trainer_callback(self) -> Any:
         """A callback for `transformers.Trainer(callbacks=[…])`; steps are then the trainer's."""
@@ -300,6 +304,7 @@ class Monitor:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._sampler.missed, self._saw_forward = 0, True
+        self._every_step.begin_forward((*inputs, *named.values()), is_clipped(self.model))
         self.steps = step = self.steps + 1 if self._given_step is None else self._given_step
         if self._sampler.finished is None:  # else in the middle of a pipeline's step
             self._read_ranks()
@@ -388,11 +393,11 @@ class Monitor:
         else:
             self._tell(Joined(step, self._ranks.merge_own(tables), loss=loss))
 
-    def _read_ranks(self, closing: bool = False) -> None:
+    def _read_ranks(self, closing: bool = False, waits: bool = True) -> None:
         """Reports the samples that all ranks have posted."""
         if not self._ranks.is_distributed():
             return
-        for one in self._ranks.read(self.steps, self._sampler.budget, LEAST_SECONDS, closing):
+        for one in self._ranks.read(self.steps, self._sampler.budget, LEAST_SECONDS, closing, waits):
             self._first_step_within_budget = one.first_step
             self._report_rank(self._ranks.explain(one))
             self._tell(one)

@@ -4,6 +4,7 @@ from rank_processes import RankProcesses
 from watch_ranks import (
     run_alarms,
     run_clip_on_one_rank,
+    run_death_in_collective,
     run_heads_without_group,
     run_one_that_dies,
     run_one_that_raises,
@@ -64,3 +65,13 @@ def test_a_rank_that_dies():
         ranks.kill()
     assert fine and steps == 20
     assert any("rank 1 sent no sample of step" in text for text in messages)
+
+
+def test_a_death_inside_the_models_own_collective_is_not_waited_for():
+    """Closing the monitor waited five seconds for the samples of a rank that was gone."""
+    ranks = RankProcesses(2, timeout=10.0)
+    try:
+        (fine, (step, seconds)) = ranks.answers(run_death_in_collective, 1, ranks=[0])[0]
+    finally:
+        ranks.kill()
+    assert fine and step == 3 and seconds < 1.0

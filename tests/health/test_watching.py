@@ -15,7 +15,7 @@ import regard
 from regard.health import AttentionWarning
 from regard.health.watching.every_step import EveryStep
 from regard.health.watching.incidents import Incidents
-from regard.health.watching.pulse import Pulse
+from regard.health.watching.pulse import Pulse, WeightMoves
 from regard.health.watching.sample import AT, LayerSample, empty_table, scalars_of, series_names
 from regard.health.watching.schedule import Schedule
 
@@ -401,11 +401,94 @@ def test_values_that_are_lost_from_one_step_to_the_next():
 def test_a_logit_that_jumps_is_a_warning_where_one_beyond_100_is_a_note():
     pulse, incidents = Pulse(layer()), Incidents()
     for top in (2.0, 3.0, 2.0, 3.0, 2.0, 3.0, 2.0, 3.0, 400.0, 410.0):
-        pulse._follow("self_attn", 1.0, top)
+        pulse._follow("self_attn", 0.25, 1.0, top)
     pulse.close()
     (alarm,) = incidents.tell(10, pulse.sudden)
     assert (alarm.cause, alarm.severity) == ("scores too large", "warning")
     assert "the largest logit of self_attn rose from 2.5 to 410 between two steps" in alarm.text
+
+
+class Causal(nn.Module):
+    """One layer of attention whose settings a fault changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.qkv, self.out = nn.Embedding(32, 16), nn.Linear(16, 48), nn.Linear(16, 32)
+        self.causal, self.mask, self.scale = True, None, None
+
+    def forward(self, ids):
+        q, k, v = self.qkv(self.token(ids)).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        o = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, is_causal=self.causal and self.mask is None, scale=self.scale
+        )
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
+VISIBLE = torch.ones(12, 12, dtype=torch.bool).tril()
+
+
+def overwrite(model, step):
+    if step == 30:
+        model.token.weight.data[:8].normal_()
+
+
+def repeat_batches(times):
+    def act(model, step):
+        torch.manual_seed(step if step < 30 else 30 + (step - 30) // times)
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("act", "cause", "text"),
+    [
+        (lambda model, step: setattr(model, "causal", step < 30), "sees the future", "lets queries see later keys"),
+        (lambda model, step: setattr(model, "mask", VISIBLE if step < 30 else torch.zeros(12, 12)), "sees the future",
+         "lets queries see later keys"),
+        (lambda model, step: setattr(model, "mask", None if step < 30 else VISIBLE), "", ""),
+        (lambda model, step: setattr(model, "causal", step % 4 > 0), "", ""),
+        (lambda model, step: setattr(model, "scale", 0.5 if step < 30 else 2.0), "scores too large", "by 2, by 0.5"),
+        (lambda model, step: setattr(model, "scale", 0.5 if step < 30 else 0.2), "scores too small", "by 0.2, by 0.5"),
+        (lambda model, step: setattr(model, "scale", 0.5 + 0.3 * (step % 2)), "", ""),
+        (overwrite, "weights overwritten", "token.weight moved by"),
+        (repeat_batches(100), "same batch again", "the same batch"),
+        (repeat_batches(2), "", ""),
+    ],
+)  # fmt: skip
+def test_what_changes_besides_the_optimizer_is_told_within_three_steps(act, cause, text):
+    torch.manual_seed(0)
+    model = nn.Sequential(Causal())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monitor = regard.Monitor(model, every=1000, budget=1.0)
+    monitor._sampler.schedule.gap = monitor._sampler.schedule._next = 1000
+    with monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionWarning)
+        for step in range(36):
+            act(model[0], step)
+            ids = torch.randint(32, (2, 12))
+            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss=1.0)
+        found = [one for one in monitor.incidents if one.severity != "note"]
+    assert [one.cause for one in found] == [cause] * bool(cause)
+    assert all(text in one.text and 31 <= one.opened <= 34 for one in found)
+
+
+def test_steps_that_grow_are_told_and_a_warm_up_is_not():
+    def told(factor):
+        moves, steps = WeightMoves(layer()), []
+        for step in range(200):
+            found = moves.add({"a": 0.004 * factor(step), "b": 0.006 * factor(step)})
+            steps += [(step, one.kind) for one in found]
+        return steps[:1]
+
+    assert told(lambda step: 1.05 ** max(0, step - 100)) == [(139, "steps too large")]
+    assert told(lambda step: 30.0 if step >= 100 else 1.0) == [(102, "steps too large")]
+    assert told(lambda step: min(1.0, (step + 1) / 50)) == told(lambda step: 3.0 if step >= 100 else 1.0) == []
+    assert told(lambda step: 1.0 + (step % 50) / 25) == []  # restarts
+    assert told(lambda step: 100.0 if step == 100 else 1.0) == [(101, "overwritten")]  # all of them, once
 
 
 def test_nothing_of_ours_ends_a_step():

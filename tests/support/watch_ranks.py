@@ -118,6 +118,28 @@ def run_one_that_dies(rank, world):
     return monitor.steps, [str(one.message) for one in seen]
 
 
+def run_death_in_collective(rank, world, dying):
+    """One rank dies while the other reduces gradients; returns the seconds from the other's error to its end."""
+    model = Stack(layers=1)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    monitor = regard.Monitor(model, every=1, budget=1.0, timeout=30.0)
+    try:
+        with monitor:
+            for step in range(8):
+                if rank == dying and step == 3:
+                    time.sleep(0.3)  # the other is in the reduction of its gradients
+                    os._exit(1)
+                try:
+                    wrapped(data(step)).square().mean().backward()
+                except RuntimeError:
+                    failed = time.perf_counter()
+                    raise
+                monitor.step()
+    except RuntimeError:
+        return step, time.perf_counter() - failed
+    return step, 0.0
+
+
 def run_pipeline_without_group(rank, world):
     """Each rank has other layers of the same shapes, and sends each micro-batch to the next."""
     stage = Stack(layers=2).layers[rank]

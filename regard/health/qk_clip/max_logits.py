@@ -24,8 +24,8 @@ from regard.health.capture.call import UNDER_VMAP, Call
 from regard.health.capture.forwards import as_written, find_caller
 from regard.health.measure.side_stream import HostCopies
 from regard.health.watching.hooks import ForwardInterceptions
+from regard.health.watching.taps import LEADING, Taps, has_compiled_parts
 from regard.health.watching.taps import STATE as TAPS
-from regard.health.watching.taps import Taps, has_compiled_parts
 from regard.nn import MultiheadAttention
 from regard.nn.projections import bounded_scores_reason
 
@@ -128,7 +128,7 @@ class MaxLogits:
         if self._taps is None:
             return
         self._taps.place()
-        noted = {name: held[1:] for name, held in self._taps.read().items()}
+        noted = {name: held[LEADING:] for name, held in self._taps.read().items()}
         if self.forwards and not self._compiled_forwards:  # what ran as written was measured in full
             return
         for name, largest in noted.items():

@@ -166,3 +166,30 @@ class Level:
             return None
         self._values.clear()
         return median(before), now[-1]
+
+
+class Steady:
+    """Follows one number that training leaves alone, as a scale, and finds that it was changed for good.
+
+    >>> from regard.health.watching.bands import Steady
+    >>> steady = Steady(1.2)
+    >>> [steady.add(x) for x in [0.25] * 9 + [1.0, 1.0]][-2:]
+    [None, (0.25, 1.0)]
+
+    One that comes back to its value is one that varies, of which nothing is told.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self._value, self._same, self._other, self._varies = math.nan, 0, 0, False
+
+    def add(self, value: float) -> tuple[float, float] | None:
+        """Returns (value before, now) at each step at which it is another, once that has lasted two steps."""
+        if 1.0 / self.factor < value / self._value < self.factor:
+            self._varies |= self._other > 0
+            self._same, self._other = self._same + 1, 0
+        elif self._same < Level.BEFORE:
+            self._value, self._same, self._other = value, 1, 0
+        else:
+            self._other += 1
+        return (self._value, value) if self._other >= Level.STEPS and not self._varies else None

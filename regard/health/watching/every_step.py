@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -12,14 +12,23 @@ from torch import Tensor, nn
 from regard.health.checks.finding import LOGIT_LIMIT
 from regard.health.measure.side_stream import HostCopies
 from regard.health.watching.bands import LossBand
-from regard.health.watching.incidents import DEAD, LARGE, LOSSES, NOT_FINITE, Alarm, Incidents
+from regard.health.watching.incidents import (
+    DEAD,
+    LARGE,
+    LOSSES,
+    NOT_FINITE,
+    ROOTS,
+    SMALL,
+    Alarm,
+    Incidents,
+    cause_of,
+)  # fmt: skip
 from regard.health.watching.pulse import Pulse
-from regard.health.watching.symptoms import Symptom
+from regard.health.watching.symptoms import NOWHERE, Symptom
 
 SHIFT = math.log(1.25)  # change of the norms of q and k, or five times that of logits, from which attention has moved
 PATIENCE = 8  # steps that a loss outside its band waits for a sample of attention
-EXPLAINS = (LARGE, NOT_FINITE, DEAD)  # causes that explain a jump of the loss
-NOWHERE = ("", -1)  # the place of what no head has
+EXPLAINS = (LARGE, SMALL, NOT_FINITE, DEAD, *ROOTS)  # causes that explain a jump of the loss
 NO_STEP = (
     "The model ran compiled and Monitor was told of no step, so nothing was logged. Call monitor.step(loss=…) after "
     "each step, or pass Monitor what torch.compile returned."
@@ -42,13 +51,22 @@ class EveryStep:
         self._largest = LossBand(spreads=2.0, share=0.1, rises=False)  # of the pulse's largest logits
         self._sudden: list[Symptom] = []  # of the pulse, that were not told
         self._given = HostCopies()  # losses and norms that the user passed in
+        self._weights: dict[str, Any] = {"highest": 0.0, "levels": [], "tops": []}  # while the model is not watched
         self._history: list[tuple[int, float, float]] = []  # step, norm of q and k, largest logit of each sample
 
     def start(self, model: nn.Module) -> None:
         self.pulse = Pulse(model)
+        self.pulse.weights.load(self._weights)
+
+    def begin_forward(self, inputs: Iterable[Any], is_clipped: bool) -> None:
+        """Looks at the batch of a forward; is_clipped: QK-clip is in use."""
+        if self.pulse is not None:
+            self.pulse.weights.is_clipped = is_clipped
+            self.pulse.begin_forward(inputs)
 
     def stop(self) -> None:
         if self.pulse is not None:
+            self._weights = self.pulse.weights.state()
             self.pulse.close()
         self.pulse = None
 
@@ -83,7 +101,8 @@ class EveryStep:
             self.last_finite = pulse.step or 0
         self._largest.add(step - 1, pulse.largest)
         self._sudden += pulse.sudden
-        trouble |= bool(self._sudden) or (self._largest.is_suspicious and pulse.largest > LOGIT_LIMIT / 4)
+        trouble |= any(not find_open(cause_of(one)) for one in pulse.sudden)
+        trouble |= self._largest.is_suspicious and pulse.largest > LOGIT_LIMIT / 4
         trouble |= not pulse.is_finite and not find_open(NOT_FINITE)
         return True, trouble or (pulse.largest > LOGIT_LIMIT and not find_open())
 
@@ -148,12 +167,17 @@ class EveryStep:
         return ratio(1) > SHIFT or ratio(2) > 5 * SHIFT
 
     def state(self) -> dict[str, Any]:
-        return {"loss": self.loss.state(), "gradient": self.gradient.state()}
+        weights = self._weights if self.pulse is None else self.pulse.weights.state()
+        return {"loss": self.loss.state(), "gradient": self.gradient.state(), "weights": weights}
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         self.loss.load(state["loss"])
         self.gradient.load(state["gradient"])
         self.last_finite = step
+        if "weights" in state:
+            self._weights = dict(state["weights"])
+            if self.pulse is not None:
+                self.pulse.weights.load(self._weights)
 
 
 def _receiver(band: LossBand, step: int) -> Callable[[Tensor], None]:

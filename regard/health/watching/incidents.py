@@ -5,7 +5,12 @@
 | scores too large | logits rising, exploding, or jumped (× 8 from a step to the next); variance above 1/√d's |
 | | entropy falling; collapsed; no gradient |
 | scores too small | diffuse; variance below 1/√d's |
+| | from one step to the next its scale is another (larger: scores too large) |
 | values lost | dead, or the norm of the values fell to a third from a step to the next |
+| sees the future | queries see later keys, which were hidden in all steps before |
+| weights overwritten | a matrix moved by 30 % in one step, 8 times as far as any in 32 steps before |
+| steps too large | weights move by 3 % in each of three steps, three times as far as ever before |
+| same batch again | the same batch three times in a row, or twice as often as ever before |
 | not finite | an output, or the loss, is NaN or infinite |
 | loss jumped, attention with it | the loss left its band, and logits or norms of q and k moved |
 | loss jumped, attention as before | the loss left its band, and attention did not move: look at the data |
@@ -13,7 +18,8 @@
 
 A cause has one open incident at a time for each group of layers (those whose names differ in numbers alone). A symptom
 that joins one, a graver state and twice as many heads are updates, not incidents. A jump of the loss that large scores
-explain becomes theirs. An incident resolves after three samples without any of its symptoms; it reopens if they return.
+explain becomes theirs; what large scores, lost values or the loss show within 32 steps after one of the last four
+belongs to that. An incident resolves after three samples without any of its symptoms; it reopens if they return.
 A loss that keeps a new level for 64 steps is settled, not resolved, until it is back at the old one or jumps again.
 """
 
@@ -25,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from regard.health.checks import dead, diffuse, exploding_logits, not_finite
+from regard.health.checks import dead, diffuse, exploding_logits, leak, not_finite
 from regard.health.checks.finding import LOGIT_LIMIT
 from regard.health.watching.sample import WATCHED
 from regard.health.watching.symptoms import Flags, Place, Symptom, Symptoms
@@ -38,11 +44,15 @@ BOUND = f"regard.using(model, qk_norm=True), {CLIP}, or regard.using(model, soft
 LARGE, SMALL, DEAD, NOT_FINITE = "scores too large", "scores too small", "values lost", "not finite"
 MOVED, DATA = "loss jumped, attention with it", "loss jumped, attention as before"
 RISING = "loss rising"
+FUTURE, OVERWRITTEN, STEPS, AGAIN = leak.RULE.kind, "weights overwritten", "steps too large", "same batch again"
+ROOTS, FOLLOWS = (FUTURE, OVERWRITTEN, STEPS, AGAIN), 32  # what has consequences, and for how many steps
 LOSSES = (MOVED, DATA, RISING)  # what the loss alone shows
 CAUSES = {
     "rising": LARGE, "exploding logits": LARGE, "falling": LARGE, "collapsed": LARGE, "dying gradient": LARGE,
     "scale off": LARGE, "dead": DEAD, "diffuse": SMALL, "not finite": NOT_FINITE, "loss": MOVED,
     "jumped": LARGE, "values fell": DEAD, "loss rising": RISING,
+    "scale changed": LARGE, "later keys": FUTURE, "overwritten": OVERWRITTEN, "steps too large": STEPS,
+    "same batch": AGAIN,
 }  # fmt: skip
 ACTIONS = {
     LARGE: f"lower the learning rate, check that scores are multiplied by 1/√d once, and bound them with {BOUND}",
@@ -51,27 +61,25 @@ ACTIONS = {
     NOT_FINITE: "stop, go back to the last checkpoint, and lower the learning rate",
     MOVED: "go back to a checkpoint from before, lower the learning rate or warm up longer, and clip gradients",
     RISING: "lower the learning rate; if it is as before, look at the data that have come since",
+    FUTURE: "stop: losses since then are measured with the answer in sight; look for what dropped the causal mask",
+    OVERWRITTEN: "look for what wrote them besides the optimizer: a checkpoint that was loaded in part or in another "
+    "layout, an initialisation, an edit; go back to a checkpoint from before",
+    STEPS: "lower the learning rate, and look at its schedule and at the optimizer's state",
+    AGAIN: "look at the data loader: its iterator does not move on",
     DATA: "look at the batches of these steps: shuffled or binary data, a new source, labels out of step",
 }
 CODES = {
     LARGE: exploding_logits.RULE.code, SMALL: diffuse.RULE.code, DEAD: dead.RULE.code,
-    NOT_FINITE: not_finite.RULE.code, MOVED: "", DATA: "", RISING: "",
+    NOT_FINITE: not_finite.RULE.code, FUTURE: leak.RULE.code,
 }  # fmt: skip
 RULES = {check.RULE.kind: check.RULE for check in WATCHED}
 ORDER = ("note", "warning", "critical")
 SUSPICIOUS = ("exploding logits", "collapsed", "dying gradient", "dead")  # a head that has one draws samples closer
 WORSE_BELOW = ("collapsed", "dead", "falling", "values fell")  # kinds whose worst head has the smallest number
 BY_URGENCY = (
-    "not finite",
-    "exploding logits",
-    "jumped",
-    "rising",
-    "collapsed",
-    "dying gradient",
-    "falling",
-    "scale off",
-    "loss",
-)
+    "later keys", "not finite", "overwritten", "same batch", "steps too large", "scale changed", "exploding logits",
+    "jumped", "rising", "collapsed", "dying gradient", "falling", "scale off", "loss",
+)  # fmt: skip
 
 
 @dataclass
@@ -159,18 +167,20 @@ class Incidents:
         """Opens, reopens and updates incidents; returns what changed."""
         by: dict[tuple[str, str], list[Symptom]] = {}
         for symptom in found:
-            by.setdefault((_cause_of(symptom), group_of(symptom.place[0])), []).append(symptom)
+            by.setdefault((cause_of(symptom), group_of(symptom.place[0])), []).append(symptom)
         alarms = [self._tell_one(step, cause, group, some, is_clipped) for (cause, group), some in by.items()]
         return [alarm for alarm in alarms if alarm is not None]
 
     def _tell_one(self, step: int, cause: str, group: str, some: list[Symptom], is_clipped: bool) -> Alarm | None:
-        at = next((at for at, one in enumerate(self.all) if _is_same(one, cause, group)), None)
+        at = next((at for at, one in enumerate(self.all) if _is_same(one, cause, group, step)), None)
         event = "updated"
         if at is None:
             at, event = len(self.all), "opened"
-            code = CODES[cause] if cause in CODES else RULES[cause].code
+            code = CODES.get(cause, RULES[cause].code if cause in RULES else "")
             self.all.append(Incident(cause, "note", step, group, code))
         one = self.all[at]
+        if one.cause in ROOTS:
+            cause = one.cause
         if (one.cause, one.group) != (cause, group):  # what is known now names it better
             one.cause, one.group, one.code = cause, group or one.group, CODES.get(cause, one.code)
         if one.resolved is not None or one.settled is not None:
@@ -203,7 +213,7 @@ class Incidents:
             if one.resolved is not None or one.cause in LOSSES or (one.cause == NOT_FINITE and self.is_lost):
                 continue  # the loss resolves those
             has = any(place in flags.get(kind, {}) for kind in one.symptoms for place in one.heads)
-            has |= any((_cause_of(s), group_of(s.place[0])) == (one.cause, one.group) for s in found)
+            has |= any((cause_of(s), group_of(s.place[0])) == (one.cause, one.group) for s in found)
             if one.cause == LARGE and "rising" in one.symptoms:
                 has |= any(tops.get(place, -math.inf) > RECOVERED * LOGIT_LIMIT for place in one.heads)
             self._calm[at] = 0 if has else self._calm.get(at, 0) + 1
@@ -248,17 +258,20 @@ def group_of(label: str) -> str:
     return re.sub(r"\d+", "*", label.partition("#")[0])
 
 
-def _is_same(one: Incident, cause: str, group: str) -> bool:
+def _is_same(one: Incident, cause: str, group: str, step: int) -> bool:
     """True if a symptom belongs to an incident: its cause and group, or what the loss alone had shown of it."""
     if cause == one.cause:
         return one.group == group or not one.group or not group
+    if one.cause in ROOTS and cause in (LARGE, DEAD, *LOSSES):
+        return one.resolved is None and step <= one.opened + FOLLOWS
     if cause in LOSSES:
         return one.cause in LOSSES
-    return cause == LARGE and one.cause == MOVED and one.resolved is None
+    return cause in (LARGE, STEPS) and one.cause == MOVED and one.resolved is None
 
 
-def _cause_of(symptom: Symptom) -> str:
-    if symptom.kind == "scale off" and symptom.number < 1.0:
+def cause_of(symptom: Symptom) -> str:
+    """Returns the cause that a symptom shows."""
+    if symptom.kind in ("scale off", "scale changed") and symptom.number < 1.0:
         return SMALL
     if symptom.kind == "loss":
         return MOVED if symptom.number else DATA

@@ -130,19 +130,19 @@ class Ranks:
                 total = given.detach().flatten()[:4096].double().sum().item()
                 self._inputs = f"{tuple(given.shape)} {total!r}"
 
-    def read(self, step: int, budget: float, least: float, closing: bool = False) -> list[Joined]:
+    def read(self, step: int, budget: float, least: float, closing: bool = False, waits: bool = True) -> list[Joined]:
         """Returns the samples that are due at the beginning of `step`; all that can be had if the monitor is closing.
 
-        budget, least: what `Monitor` may spend, for `first_step_within`.
+        budget, least: what `Monitor` may spend, for `first_step_within`. waits: for the others, when closing.
         """
         try:
-            return self._read(step, budget, least, closing)
+            return self._read(step, budget, least, closing, CLOSING if waits else 0.0)
         except Exception as error:  # the store is gone: its process has ended
             self.alone = f"{type(error).__name__}: {error}"
             return []
 
-    def _read(self, step: int, budget: float, least: float, closing: bool) -> list[Joined]:
-        found, until = [], time.monotonic() + CLOSING
+    def _read(self, step: int, budget: float, least: float, closing: bool, most: float) -> list[Joined]:
+        found, until = [], time.monotonic() + most
         while self._posted and self.is_distributed():
             joined = self._read_next(step, budget, least, closing)
             if joined is not None:

@@ -16,7 +16,7 @@ from regard.health.watching.black_box import BlackBox, find_tokens
 from regard.health.watching.hooks import ForwardInterceptions
 from regard.health.watching.sample import AT, LayerKey, empty_table, fill_max_logits
 from regard.health.watching.schedule import Schedule
-from regard.health.watching.taps import has_compiled_parts
+from regard.health.watching.taps import LEADING, has_compiled_parts
 from regard.health.watching.timed_recorder import MaxLogitRecorder, TimedRecorder
 
 SKIPPED, SKIPPED_SHARE = 20, 0.75  # samples that the budget skipped, and their share, before a warning
@@ -134,7 +134,7 @@ class Sampler:
         """Returns the tables of the largest logits that compiled graphs have written, by the layer's label."""
         tables = {}
         for label, numbers in held.items():
-            largest = numbers[1:].double().cpu()
+            largest = numbers[LEADING:].double().cpu()
             if bool((largest == -math.inf).all()):
                 continue  # it did not run
             table = empty_table(len(largest))

@@ -52,6 +52,7 @@ WIDE = ("collapsed", "dying gradient", "dead")
 EXEMPT = {"falling": "positional", "rising": "bounded"}
 
 Place = tuple[str, int]  # layer label, head
+NOWHERE: Place = ("", -1)  # the place of what no head has
 Flags = Mapping[str, Mapping[Place, float]]
 
 

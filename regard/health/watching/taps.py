@@ -10,6 +10,7 @@ by one share a graph; the tensor's address never changes, so that a CUDA graph w
 | 0, 1 | heads and their width, 0 before the first call |
 | 2 | the mean norm of values of a few keys, the largest of the calls since it was last read |
 | 3 … | the largest logit of each head since it was last read; NaN where one was not finite |
+| the last | the scale of the last call since then, negative where a query sees a later key; NaN if not self-attention |
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from regard.health.measure.side_stream import HostCopies
 from regard.masks import resolve_causal_bias
 
 MOST_HEADS = 509
-FIRST = 3  # place of the first head
+FIRST, LEADING = 3, 2  # place of the first head; numbers before the logits in what `Taps.read` returns
 KEY = "regard"  # of the hooks, the same in every module: a number of torch's would compile each block anew
 MULTI_HEAD = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")  # arguments of torch's module
 ROWS = 16  # queries of one sequence that a look of every step takes
@@ -93,6 +94,8 @@ def _note(
 
         if can_note(q, k, mask, factor):
             note_largest(q, k, v, causal, factor, 0 if whole else ROWS, seen)
+            if v is not None:
+                seen[-1].copy_(describe_call(q, k, None, causal, factor))
             return
     with torch.no_grad(), uncaptured():
         if whole:
@@ -108,6 +111,7 @@ def _note(
         seen[0].fill_(heads)
         seen[1].fill_(width)
         if v is not None:
+            seen[-1].copy_(describe_call(q, k, mask, causal, factor))
             few = v[0, :, :: max(1, k.shape[2] // ROWS)]
             largest = torch.cat([few.float().norm(dim=-1).mean()[None], largest])
         held = seen[FIRST + heads - len(largest) : FIRST + heads]
@@ -132,6 +136,21 @@ def largest_of_few_rows(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool,
         hidden = ~first if first.dtype == torch.bool else first <= HIDES_ALWAYS
         s = s.masked_fill(hidden, -math.inf)
     return s.amax((1, 2))
+
+
+def describe_call(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Returns the scale, negative where one of `ROWS` queries of the first sequence sees a later key; NaN across."""
+    queries = q.shape[2]
+    if queries != k.shape[2] or queries == 1:
+        return q.new_full((), math.nan, dtype=torch.float32)
+    if causal or mask is None:
+        return q.new_full((), scale if causal else -scale, dtype=torch.float32)
+    first = mask[0] if mask.ndim == 4 else mask
+    at = torch.arange(queries, device=q.device)
+    rows = slice(None, None, max(1, queries // ROWS))
+    first = first[..., rows, :] if first.shape[-2] == queries else first
+    visible = first if first.dtype == torch.bool else first > HIDES_ALWAYS
+    return scale - 2.0 * scale * (visible & (at > at[rows, None])).any().float()
 
 
 _LIBRARY.impl("note", note, "CompositeExplicitAutograd")
@@ -248,14 +267,14 @@ class Taps:
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             known = module.__dict__.get("regard_logits")
             if known is None or (known.device != device and device.type != "meta"):
-                seen = torch.full((FIRST + MOST_HEADS,), -math.inf, device="cpu" if device.type == "meta" else device)
+                seen = torch.full((FIRST + MOST_HEADS + 1,), -math.inf, device="cpu" if device.type == "meta" else device)
                 seen[:2] = 0.0
                 seen._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]  # see mark_static_address
                 seen.few = seen.clone()  # type: ignore[attr-defined]  # of calls outside graphs, a few rows of each
                 module.__dict__["regard_logits"] = seen
 
     def read(self) -> dict[str, Tensor]:
-        """Returns layer → the norm of its values, then the largest logit of each head, since the last `read`.
+        """Returns layer → the last place of its tensor, the norm of its values, the largest logit of each head.
 
         Of layers that ever made a call; −inf where none was made since.
         """
@@ -280,9 +299,8 @@ class Taps:
             self._receive_shapes([name], seen[:2])
         if name not in self.shapes:
             return None
-        held = seen[FIRST - 1 : FIRST + self.shapes[name][0]]
-        new = held.clone()
-        held.fill_(-math.inf)
+        new = torch.cat([seen[-1:], seen[FIRST - 1 : FIRST + self.shapes[name][0]]])
+        seen[2:].fill_(-math.inf)
         for other in list(_TAPPED):
             if other is not self and any(module is one for one in other.modules.values()):
                 known = other.kept.get(id(seen), new)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from regard.health.capture.forwards import find_caller
+from regard.health.qk_clip.max_logits import is_clipped
 from regard.health.watching.black_box import BlackBox
 from regard.health.watching.incidents import Alarm, Incidents
 from regard.health.watching.ranks import Joined
@@ -39,8 +40,6 @@ class Teller:
 
     def tell_sample(self, joined: Joined, model: nn.Module, loss: float, is_first: bool) -> dict[str, float]:
         """Reports a sample and its incidents, the same on every rank; returns its scalars."""
-        from regard.health.qk_clip.max_logits import is_clipped
-
         step, layers = joined.step, joined.layers
         if any(layer.label not in self._names for layer in layers):
             self._names = series_names([layer.label for layer in layers])

@@ -267,7 +267,9 @@ class Taps:
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             known = module.__dict__.get("regard_logits")
             if known is None or (known.device != device and device.type != "meta"):
-                seen = torch.full((FIRST + MOST_HEADS + 1,), -math.inf, device="cpu" if device.type == "meta" else device)
+                seen = torch.full(
+                    (FIRST + MOST_HEADS + 1,), -math.inf, device="cpu" if device.type == "meta" else device
+                )
                 seen[:2] = 0.0
                 seen._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]  # see mark_static_address
                 seen.few = seen.clone()  # type: ignore[attr-defined]  # of calls outside graphs, a few rows of each

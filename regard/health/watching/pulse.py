@@ -169,6 +169,7 @@ class WeightMoves:
         self.names: list[str] = []  # of those that were looked at last
         self.is_clipped = False  # does QK-clip shrink projections?
         self.highest = 0.0  # level of the median matrix, of which each step leaves a little less
+        self._views: dict[str, tuple[int, Tensor | None]] = {}  # name -> address of the weights, a few of their numbers
         self._before: Tensor | None = None
         self._levels: deque[float] = deque(maxlen=SHORT + LAG)  # moves of the median matrix
         self._tops: deque[float] = deque(maxlen=32)  # the largest move of any matrix
@@ -177,7 +178,11 @@ class WeightMoves:
 
     def look(self) -> Tensor:
         """Returns the move of each matrix in `names` since the last look, on the device; empty if there was none."""
-        parts = {name: part for name, x in self._matrices.items() if (part := _numbers_of(x)) is not None}
+        for name, x in self._matrices.items():
+            x = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
+            if name not in self._views or self._views[name][0] != x.data_ptr():
+                self._views[name] = x.data_ptr(), _numbers_of(x.detach())
+        parts = {name: part for name, (_, part) in self._views.items() if part is not None}
         device = next((part.device for part in parts.values()), torch.device("cpu"))
         parts = {name: part.float() for name, part in parts.items() if part.device == device}
         now = torch.stack(list(parts.values())) if parts else torch.zeros(0, device=device)
@@ -240,9 +245,7 @@ def _tell_overwritten(names: list[str], move: float, usual: float) -> Symptom:
 
 
 def _numbers_of(x: Tensor) -> Tensor | None:
-    """Returns a view of a few numbers of a matrix, of this rank's part of it; None where it holds too few here."""
-    x = x.detach()
-    x = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
+    """Returns a view of a few numbers of a matrix, None where it holds too few."""
     if x.numel() < NUMBERS or taps.is_unreadable(x) or not x.is_contiguous():
         return None
     return x.view(-1)[:: (x.numel() // NUMBERS - 1) | 1][:NUMBERS]

@@ -95,7 +95,7 @@ def _note(
         if can_note(q, k, mask, factor):
             note_largest(q, k, v, causal, factor, 0 if whole else ROWS, seen)
             if v is not None:
-                seen[-1].copy_(describe_call(q, k, None, causal, factor))
+                seen[-1].fill_(describe_call(q, k, None, causal, factor))
             return
     with torch.no_grad(), uncaptured():
         if whole:
@@ -111,7 +111,7 @@ def _note(
         seen[0].fill_(heads)
         seen[1].fill_(width)
         if v is not None:
-            seen[-1].copy_(describe_call(q, k, mask, causal, factor))
+            seen[-1].fill_(describe_call(q, k, mask, causal, factor))
             few = v[0, :, :: max(1, k.shape[2] // ROWS)]
             largest = torch.cat([few.float().norm(dim=-1).mean()[None], largest])
         held = seen[FIRST + heads - len(largest) : FIRST + heads]
@@ -138,13 +138,13 @@ def largest_of_few_rows(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool,
     return s.amax((1, 2))
 
 
-def describe_call(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def describe_call(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> float | Tensor:
     """Returns the scale, negative where one of `ROWS` queries of the first sequence sees a later key; NaN across."""
     queries = q.shape[2]
     if queries != k.shape[2] or queries == 1:
-        return q.new_full((), math.nan, dtype=torch.float32)
+        return math.nan
     if causal or mask is None:
-        return q.new_full((), scale if causal else -scale, dtype=torch.float32)
+        return scale if causal else -scale
     first = mask[0] if mask.ndim == 4 else mask
     at = torch.arange(queries, device=q.device)
     rows = slice(None, None, max(1, queries // ROWS))

@@ -150,7 +150,7 @@ def _arrange_packed(fused: FusedCall) -> Layout:
     parts: list[Mask | Bias] = [document_mask(cu_q, ends, tokens, keys, fused.causal, fused.window)]
     if fused.slopes is not None:
         slopes = fused.slopes.reshape(-1, fused.slopes.shape[-1])
-        if not bool((slopes == slopes[:1]).all()):
+        if len(slopes) > 1 and not bool((slopes == slopes[:1]).all()):
             raise NotMeasured("it is packed, and each document has ALiBi slopes of its own")
         parts.append(alibi(slopes[0].detach()))
     return Layout(lambda x: x.transpose(0, 1)[None], lambda x: x[0].transpose(0, 1), None, False, {}, tuple(parts))

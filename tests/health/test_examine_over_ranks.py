@@ -47,7 +47,7 @@ def test_a_lost_rank_leaves_a_snapshot_that_one_process_finishes(tmp_path, expec
     processes = [start(tmp_path, rank, 2, port, PARALLEL_SUBJECT="dies") for rank in range(2)]
     processes[1].communicate(timeout=120)
     _, said = processes[0].communicate(timeout=120)
-    assert [process.returncode for process in processes] == [1, 9], said
+    assert [process.returncode for process in processes] == [2, 9], said
     assert "rank 0 lost contact with" in said and "at step 'examine batch" in said
     assert not (tmp_path / "report.json").exists() and (tmp_path / "snapshot").is_file()
     refuses_what_does_not_fit(tmp_path)
@@ -63,7 +63,7 @@ def test_rank_0_alone_tells_of_a_batch_that_failed(tmp_path):
     port = free_port()
     processes = [start(tmp_path, rank, 2, port, PARALLEL_SUBJECT="fails") for rank in range(2)]
     said = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 0], said
+    assert [process.returncode for process in processes] == [2, 0], said
     assert "not finished: RoundError: rank 0, batch 4: RuntimeError: batch of 13" in said[0]
     assert json.loads((tmp_path / "report.json").read_text())["how"]["batches"] == 4
 

@@ -376,3 +376,19 @@ def test_what_is_not_measured_is_named(name, monkeypatch):
     layer, x = Layer(function).eval(), torch.randn(BATCH, TOKENS, 32)
     ((_, told),) = regard.examine(layer, [x]).unmeasured
     assert reason in told
+
+
+def test_a_check_gives_no_kernel_documents_behind_its_tokens(monkeypatch):
+    """On a GPU the kernel wrote there, into other tensors of the process, where a check's text was shorter."""
+    packages.install(monkeypatch)
+    torch.manual_seed(0)
+    given, attend = [], packages.attend_packed
+
+    def watch(q, k, v, ends, *args, **options):
+        given.append((len(q), int(ends.max())))
+        return attend(q, k, v, ends, *args, **options)
+
+    monkeypatch.setattr(packages, "attend_packed", watch)
+    verdict = regard.check(Layer(PATHS["varlen_attn"][0]).eval(), [torch.randn(BATCH, TOKENS, 32)])
+    assert given and all(end <= tokens for tokens, end in given)
+    assert any("cu_seqlens" in one.reason for one in verdict.skipped)

@@ -20,6 +20,7 @@ from regard._call.mask.mask import Mask
 from regard.bias import Bias, alibi
 from regard.health.capture.call import MAX_DENSE, Call, clean_mask, hide, merge_mask_and_bias
 from regard.health.capture.forwards import running_module, without_mode
+from regard.health.capture.guard import Refused
 from regard.health.capture.interception import interceptions_of, route_result
 
 Sides = tuple[int | None, int | None]
@@ -27,6 +28,9 @@ Sides = tuple[int | None, int | None]
 
 class NotMeasured(Exception):
     """Says why a call cannot be measured."""
+
+
+CHECKED: list[bool] = []  # not empty while the model is given texts of ours, whose lengths it may not expect
 
 
 @dataclass
@@ -55,6 +59,8 @@ class FusedCall:
 
 def capture_fused(fused: FusedCall, module: nn.Module | None = None) -> Any:
     """Routes the call, and returns what the function would return; `module` is the running one unless given."""
+    if CHECKED and fused.cu_q is not None:
+        _require_documents_within(fused)
     module = running_module() if module is None else module
     if module is None or not interceptions_of(module):
         return fused.run(None)
@@ -80,6 +86,16 @@ def capture_fused(fused: FusedCall, module: nn.Module | None = None) -> Any:
         return route_result(
             call, partial(fused.run, None), lambda result: pack(first_of(result)), unpack, fused.returns_more
         )
+
+
+def _require_documents_within(fused: FusedCall) -> None:
+    """Refuses documents that end behind the tokens: a kernel would write there, into other tensors of the GPU."""
+    for ends, x in ((fused.cu_q, fused.q), (fused.cu_k, fused.k)):
+        if ends is not None and int(ends.max()) > x.shape[0]:
+            raise Refused(
+                f"{fused.kind} was given documents that end at token {int(ends.max())} and {x.shape[0]} tokens: the "
+                "model makes its cu_seqlens for texts of another length; let it take them from the batch"
+            )
 
 
 def first_of(result: Any) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from regard.health.capture.call import Call, UseCounter, forget_derived
 from regard.health.capture.forwards import forward_token
+from regard.health.capture.fused_call import CHECKED
 from regard.health.capture.interception import Interception
 from regard.health.checks.rule import NotApplicable
 from regard.health.tokens.text import TokenBatch
@@ -62,8 +63,12 @@ class Probe:
 
     @contextmanager
     def active(self) -> Iterator[Probe]:
-        with self._interception, self._interception.torch_calls():
-            yield self
+        CHECKED.append(True)
+        try:
+            with self._interception, self._interception.torch_calls():
+                yield self
+        finally:
+            CHECKED.pop()
 
     def _swap(self, call: Call) -> Call:
         transform = self._transform

@@ -47,21 +47,21 @@ def _pairs(plan: ShardPlan) -> Iterator[tuple[slice, slice, Problem]]:
     return plan.pairs(rows, plan.queries[0], plan.keys[rank], problem.k, problem.v, own_columns=True)
 
 
-def all_merge(group: RankGroup, total: Total, step: str = "tree") -> Total:
+def all_merge(group: RankGroup, total: Total) -> Total:
     """Return the merged total on every rank."""
     size = 1 << (group.world.bit_length() - 1)  # the largest power of two
     rank, extra = group.rank, group.world - size
     if rank >= size:
-        _swap(group, total, rank - size, step, 0, receives=False)
-        return _swap(group, total, rank - size, step, size.bit_length(), sends=False)
+        _swap(group, total, rank - size, 0, receives=False)
+        return _swap(group, total, rank - size, size.bit_length(), sends=False)
     if rank < extra:
-        total = _merge_totals(total, _swap(group, total, rank + size, step, 0, sends=False))
+        total = _merge_totals(total, _swap(group, total, rank + size, 0, sends=False))
     for round_ in range(size.bit_length() - 1):
         partner = rank ^ (1 << round_)
-        other = _swap(group, total, partner, step, 1 + round_)
+        other = _swap(group, total, partner, 1 + round_)
         total = _merge_totals(total, other) if rank < partner else _merge_totals(other, total)
     if rank < extra:
-        _swap(group, total, rank + size, step, size.bit_length(), receives=False)
+        _swap(group, total, rank + size, size.bit_length(), receives=False)
     return total
 
 
@@ -71,11 +71,9 @@ def _merge_totals(first: Total, second: Total) -> Total:
     return total
 
 
-def _swap(
-    group: RankGroup, total: Total, peer: int, step: str, at: int, sends: bool = True, receives: bool = True
-) -> Total:
+def _swap(group: RankGroup, total: Total, peer: int, at: int, sends: bool = True, receives: bool = True) -> Total:
     """Send a total to another rank, receive the other's, or both; return the received one, else this rank's."""
     flat, shapes = pack(total.o, total.m, total.z), [x.shape for x in (total.o, total.m, total.z)]
     room = torch.empty_like(flat) if receives else None
-    received = group.send_receive(flat if sends else None, room, peer, peer, step, at).wait()
+    received = group.send_receive(flat if sends else None, room, peer, peer, "tree", at).wait()
     return Total(total.choice, *unpack(received, shapes)) if receives else total

@@ -60,7 +60,7 @@ def _keep(inside: Inside, name: str):
     return hook
 
 
-def length_ratio(x: Tensor, inside: Inside, rows: Tensor | None = None) -> tuple[str, float] | None:
+def length_ratio(x: Tensor, inside: Inside) -> tuple[str, float] | None:
     """(projection, ‖x‖ / ‖its output‖) for x [B, H, N, D], the same for every head and token; None where it is not.
 
     A rotation keeps lengths, so that the ratio is the factor by which something multiplied the projection's vectors.

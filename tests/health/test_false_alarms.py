@@ -10,7 +10,9 @@ from regard.health.checks import library_differs, rule_of
 from regard.health.checks.finding import LAYERS, MODEL, fill_finding
 from regard.health.checks.repairs import list_repairs
 from regard.health.contract.diagnosis import diagnose
+from regard.health.models.tiny_architectures import spread_weights
 from regard.health.probe.library import collect
+from regard.health.probe.probe import main_output
 from regard.health.probe.trial import Trial
 from regard.health.tokens.text import as_batch
 
@@ -188,3 +190,32 @@ def test_padding_on_the_left_that_moves_the_text_or_is_read(is_state, wanted):
     mask[0, :7] = 0
     batch = dict(input_ids=make_text(3, 24), attention_mask=mask)
     assert codes(run_check("padding", build(lambda: Moved(is_state)), batch)) == wanted
+
+
+class Tower(nn.Module):
+    """Returns one vector per image: of many layers that nearly lose it, or of the first image for all."""
+
+    def __init__(self, is_first):
+        super().__init__()
+        self.is_first, self.last = is_first, nn.Linear(48, 4)
+
+    def forward(self, pixel_values):
+        x = pixel_values[:1].expand_as(pixel_values) if self.is_first else 1e-40 * pixel_values.double()
+        return self.last(x.flatten(1).to(self.last.weight.dtype))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_image_that_is_nearly_lost_is_not_ignored(is_first):
+    found = run_check("inputs_ignored", build(lambda: Tower(is_first)), dict(pixel_values=torch.randn(3, 3, 4, 4)))
+    assert codes(found) == ["RG806"] * is_first
+
+
+def test_the_main_output_is_not_the_loss():
+    hidden = torch.zeros(2, 5)
+    assert main_output(dict(loss=torch.zeros(2), audio_values=hidden)) is hidden
+
+
+def test_weights_of_convolutions_are_spread_by_all_that_they_read():
+    layer = nn.Conv1d(64, 64, 3)
+    spread_weights(layer)
+    assert 0.8 < layer.weight.std() * 192**0.5 < 1.2

@@ -1,6 +1,7 @@
 """Inputs ignored: other rows, tokens or images leave the output as it is."""
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,21 +21,33 @@ RULE = Rule(
 RULES = (RULE,)
 LEAST = 1e-6  # relative change between two rows
 LEAST_DOUBLE, MOST_WEIGHTS = 1e-12, 50_000_000  # of a copy in float64, which tells a small change from rounding
-LOUDER = 1e3  # images and sounds are made so much larger there: new weights of many layers shrink what is in them
 
 
-def differs_in_double(trial: Trial, batch: TokenBatch) -> bool:
-    """True if the two rows differ where the model computes in float64, of images and sounds made `LOUDER`."""
+def depends_in_double(trial: Trial, batch: TokenBatch) -> bool:
+    """True if the two rows differ in float64, or the second has a gradient at its own image or sound there.
+
+    New weights of many layers shrink what is in an image below any rounding, and not to 0.
+    """
     if sum(p.numel() for p in trial.model.parameters()) > MOST_WEIGHTS:
         return False
+    given: list[Tensor] = []
+
+    def widen(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        x = x.double()
+        if x.ndim > 2:
+            given.append(x.requires_grad_())
+        return x
+
     try:
-        model = copy.deepcopy(trial.model).double()
-        wide = batch.map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x)
-        wide = wide.map(lambda x: LOUDER * x if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2 else x)
-        output = main_output(model(*wide.args, **wide.named))
+        model, wide = copy.deepcopy(trial.model).double(), batch.map(widen)
+        with torch.enable_grad():
+            output = main_output(model(*wide.args, **wide.named))
+            grads = torch.autograd.grad(output[1].sum(), given, allow_unused=True) if output.requires_grad else ()
     except Exception:  # a dtype that the user's code fixes
         return False
-    return relative_change(output[0], output[1]) > LEAST_DOUBLE
+    return relative_change(output[0], output[1]) > LEAST_DOUBLE or any(x is not None and x[1].any() for x in grads)
 
 
 def check(trial: Trial) -> list[Finding]:
@@ -48,7 +61,7 @@ def check(trial: Trial) -> list[Finding]:
         if not bool(torch.isfinite(output[:2]).all()):
             raise NotApplicable("the output is not finite")
         amount = relative_change(output[0], output[1])
-        if amount > LEAST or differs_in_double(trial, batch):
+        if amount > LEAST or depends_in_double(trial, batch):
             return []
         return trial.find(
             RULE, "critical", [],

@@ -322,6 +322,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "longcat_flash": dict(head_dim=8),
     "mamba2": dict(num_heads=8, head_dim=16, state_size=8, n_groups=1),
     "qwen2_5_vl_vision": dict(window_size=32),
+    "sam_vision_model": dict(num_pos_feats=WIDTH // 2, output_channels=WIDTH),
     "xmod": dict(default_language="en_XX"),
     "zamba": dict(num_hidden_layers=6, layers_block_type=["linear_attention"] * 2 + ["hybrid", "linear_attention"] * 2),
     "zamba2": dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, adapter_rank=8,
@@ -370,7 +371,8 @@ def spread_weights(model: nn.Module) -> None:
             if not weight.is_floating_point() or weight.numel() == 0:
                 continue
             if weight.ndim > 1:
-                fan_in = weight[0].numel() if weight.ndim != 3 else weight.shape[-1]
+                is_convolved = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.modules.conv._ConvNd)
+                fan_in = weight[0].numel() if weight.ndim != 3 or is_convolved else weight.shape[-1]
                 weight.normal_(0.0, max(fan_in, 1) ** -0.5)
             else:
                 weight.normal_(float(name.endswith("weight")), 0.3)

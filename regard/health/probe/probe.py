@@ -158,7 +158,9 @@ def main_output(result: Any) -> Tensor:
             return found
     if isinstance(result, Tensor):
         return result
-    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, (tuple, list)) else ()
+    parts = result if isinstance(result, (tuple, list)) else ()
+    if isinstance(result, Mapping):
+        parts = [x for name, x in result.items() if name != "loss"] or list(result.values())
     real = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
     if real:
         return max(real[:2], key=lambda part: part.ndim > 0)  # a loss may come first

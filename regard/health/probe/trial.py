@@ -132,6 +132,8 @@ class Trial:
     def require_rows(self) -> Tensor:
         """Returns the output [B, N, …] with a row per token, or raises NotApplicable."""
         output, given = self.captured[0], self.sample.targets
+        if not self.batches and given.ndim > 3:
+            raise NothingToCheck("images have no order of tokens")
         if output.ndim < 3 or given.ndim > 3 or output.shape[:2] != given.shape[:2]:
             raise NotApplicable("the output has no row per token")
         return output

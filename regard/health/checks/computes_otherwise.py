@@ -13,6 +13,7 @@ from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.comparing.causes.attention import explain_attention
 from regard.health.comparing.causes.guesses import Pair
 from regard.health.comparing.scores import Kept
+from regard.health.probe.differences import KERNEL, Calls, Cause
 from regard.health.probe.probe import CapturedCall, relative_change
 from regard.health.probe.trial import TOLERANCE, Trial
 
@@ -64,6 +65,18 @@ def check(trial: Trial) -> list:
         f"from softmax(q kᵀ)·v of what it was given, in {len(wrong)} of {judged} layers.",
         f"relative difference > {LEAST:g}",
     )  # fmt: skip
+
+
+def describe_cause(cause: Cause | None, calls: Calls) -> str:
+    """ ": why two ways of running differ.", with the reading of the call in the other way that explains it."""
+    if cause is None:
+        return "."
+    one, reading = calls.get(cause.key), ""
+    if one is not None and cause.what == KERNEL:
+        limit, own = max(LEAST, 10 * TOLERANCE.get(one.q.dtype, 3e-2)), rebuild(one.call)
+        is_as_given = own is None or own.shape != one.output.shape or difference(own, one) <= limit
+        reading = "" if is_as_given else name_reading(one, limit)
+    return f": {cause.text}.{f' {reading}.' if reading else ''}"
 
 
 def one_kind(trial: Trial, key) -> str:

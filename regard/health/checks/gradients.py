@@ -6,6 +6,7 @@ The output is multiplied by fixed random numbers and differentiated once; no `.g
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from inspect import signature
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.health.capture.forwards import uncaptured
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.library import is_library_code
 from regard.health.probe.probe import Key, main_output
@@ -39,6 +41,10 @@ NOT_FINITE = Rule(
     ("transformers#41727",),
 )  # fmt: skip
 RULES = (MISSING, NOT_FINITE)
+REENTRANT = dict(
+    cause="Gradient checkpointing is reentrant, and the layers' input, of frozen embeddings, needs no gradient.",
+    fix="Call enable_input_require_grads(), or checkpoint with use_reentrant=False.",
+)
 NUMBER = re.compile(r"^(.*?\.?)(\d+)(?=\.|$)")  # of a layer in its list, in a module's name
 BY_DESIGN = (
     "lora_",
@@ -71,7 +77,7 @@ def check(trial: Trial) -> list:
         with suppress(NotApplicable), trial.mode(TRAINING):
             more = differentiate(trial, text, names)
             missing = find_missing(trial, {name: more[name] if is_dead(grad) else grad for name, grad in found.items()})
-    return missing + find_not_finite(trial, found)
+    return (missing or find_untrained(trial, text, names, found)) + find_not_finite(trial, found)
 
 
 def differentiate(trial: Trial, text: TokenBatch, names: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
@@ -87,6 +93,52 @@ def differentiate(trial: Trial, text: TokenBatch, names: dict[str, nn.Parameter]
         total = torch.stack([part.double() for part in parts]).sum()
         grads = torch.autograd.grad(total, list(names.values()), allow_unused=True)
     return dict(zip(names, grads, strict=True))
+
+
+def find_untrained(
+    trial: Trial, text: TokenBatch, names: dict[str, nn.Parameter], found: dict[str, Tensor | None]
+) -> list:
+    """Trainable parameters beside frozen ones that get a gradient in evaluation, and none in training as it is set."""
+    names = {name: p for name, p in names.items() if p.requires_grad and not is_dead(found[name])}
+    if not names or all(p.requires_grad for p in trial.model.parameters()):
+        return []
+    lost = [name for name, grad in train(trial, text, names).items() if is_dead(grad)]
+    if not lost:
+        return []
+    cured = train(trial, text, {name: names[name] for name in lost}, follows_embeddings=True)
+    more: dict[str, Any] = {} if any(map(is_dead, cured.values())) else REENTRANT
+    shown = ", ".join(lost[:2]) + (" …" if len(lost) > 2 else "")
+    words = f"In training mode no gradient reaches {len(lost)} of {len(names)} trainable parameters ({shown})."
+    limit = "no gradient in training, one in evaluation"
+    return trial.find(MISSING, "warning", keys_of(trial, lost), words, limit, **more)
+
+
+def train(
+    trial: Trial, text: TokenBatch, names: dict[str, nn.Parameter], follows_embeddings: bool = False
+) -> dict[str, Tensor | None]:
+    """The gradients that a step in training mode leaves, dropout at 0; optionally embeddings follow gradients."""
+
+    def follow(module: nn.Module, given: Any, output: Any) -> None:
+        if follows_embeddings:
+            output.requires_grad_(True)
+
+    kept = [(p, p.grad) for p in trial.model.parameters()]
+    hooks = [one.register_forward_hook(follow) for one in trial.model.modules() if isinstance(one, nn.Embedding)]
+    try:
+        for p, _ in kept:
+            p.grad = None
+        with trial.mode(TRAINING), uncaptured(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of what is found here
+            output = main_output(trial.probe.run_model(text))
+            if output.requires_grad:  # .backward, because reentrant checkpoints refuse autograd.grad
+                noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+                (output * noise.to(output)).sum().backward()
+        return {name: p.grad for name, p in names.items()}
+    finally:
+        for p, grad in kept:
+            p.grad = grad
+        for hook in hooks:
+            hook.remove()
 
 
 def real_outputs(result: Any) -> list[Tensor]:

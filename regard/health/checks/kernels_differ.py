@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from regard.health.checks.computes_otherwise import describe_cause
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.differences import explain_mode
@@ -47,6 +48,6 @@ def check(trial: Trial) -> list[Finding]:
     return trial.find(
         RULE, "critical", [cause.key] if cause else [],
         f"With attn_implementation={own!r} the output differs from that of {name!r} by {amount:.2g} of its size"
-        + (f": {cause.text}." if cause else ".") + beside,
+        + describe_cause(cause, calls) + beside,
         f"relative change of a row > {trial.rounding:.2g}, which rounding explains",
     )  # fmt: skip

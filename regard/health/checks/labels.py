@@ -107,6 +107,12 @@ def check_given(trial: Trial) -> list[Finding]:
         if relation is None or not relation.is_own or batch.labels.shape != batch.targets.shape:
             continue
         told = batch.labels >= 0
+        if relation.offset == 2 and bool((batch.labels == batch.targets)[told].all()):
+            return trial.find(
+                MOVED, "critical", [],
+                "The labels are the ids and the model shifts them twice: row i is trained on token i + 2.",
+                "the model's own loss is the cross entropy of labels[i + 2], and labels[i] = ids[i]",
+            )  # fmt: skip
         if relation.offset == 1 and predicts_next_token(batch):
             return trial.find(
                 MOVED, "critical", [],

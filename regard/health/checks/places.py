@@ -16,8 +16,8 @@ from regard.health.capture.call import Call
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.library import is_library_code
-from regard.health.probe.pixels import Pixels, require_image, trace_pixels
-from regard.health.probe.probe import CapturedCall, Key
+from regard.health.probe.pixels import TOKENS, Pixels, read_pixels, require_image, run_to_keys, trace_pixels
+from regard.health.probe.probe import CapturedCall, Key, main_output
 from regard.health.probe.trial import Trial
 
 NEEDS = "images, and attention calls"
@@ -47,6 +47,7 @@ RULES = (PATCHES, WINDOWS, MOVED)
 FILLED = 0.9  # of its rectangle that a token reads, at least
 DRAWS = 8  # images of noise, where a token seems to read no rectangle
 LAYERS = 4  # whose blocks are tested
+MIXED = (-1, -1)  # the place of what reads several patches
 
 
 def check(trial: Trial) -> list[Finding]:
@@ -56,7 +57,7 @@ def check(trial: Trial) -> list[Finding]:
     found = find_mixed(trial, call, tokens) and find_mixed(trial, call, trace_pixels(trial, DRAWS)[1])
     if not found and tokens and window is not None:
         found = find_windows(trial, call, tokens[len(tokens) // 2], window)
-    return found + find_moved(trial)
+    return found + (find_moved(trial) or (find_order(trial, tokens[0]) if tokens else []))
 
 
 def severity_of(trial: Trial) -> str:
@@ -143,6 +144,64 @@ def find_moved(trial: Trial) -> list[Finding]:
             keys = [key for key in trial.captured[1] if key[0] == name or key[0].startswith(f"{name}.")]
             return trial.find(MOVED, severity_of(trial), keys[:1], text, "any other place changed")
     return []
+
+
+def find_order(trial: Trial, token: Pixels) -> list[Finding]:
+    """[Finding] if the rows of the output are of other patches than their places say.
+
+    By rows, by columns or in the order of the attention's tokens; class tokens may stand before or behind.
+    """
+    image = require_image(trial)
+    (height, width), (h, w) = image.shape[2:], token.size
+    down, right = height // h, width // w
+    count = down * right
+    if (down * h, right * w) != (height, width) or count < 4:
+        return []
+    given = trial.sample.ids.detach().clone().requires_grad_(True)
+    with torch.enable_grad():
+        output = main_output(trial.probe.run_model(trial.sample.with_ids(given * 1.0), pass_values))[0]
+        rows = output.flatten(0, -2) if output.ndim == 2 or tuple(output.shape[:2]) == (down, right) else None
+        if rows is None or len(rows) < count or not rows.requires_grad:
+            return []
+        step = max(1, len(rows) // (2 * TOKENS))
+        places = {at: read_place(trial, given, rows[at], token) for at in (*range(0, len(rows), step), len(rows) - 1)}
+        known = {at: place for at, place in places.items() if place is not None}
+        if any(place == MIXED for place in known.values()) or len(known) < TOKENS:
+            return []
+        _, k = run_to_keys(trial, given)
+        extra = k.shape[2] - count
+        own = {
+            at: read_place(trial, given, k[0, :, at + extra], token)
+            for at in known if len(k) == len(trial.sample.ids) and 0 <= at + extra < k.shape[2]
+        }  # fmt: skip
+    orders = (
+        [at - (i * right + j) for at, (i, j) in known.items()],
+        [at - (j * down + i) for at, (i, j) in known.items()],
+    )
+    is_even = any(len(set(shifts)) == 1 and 0 <= shifts[0] <= len(rows) - count for shifts in orders)
+    absent = [at for at in places if at not in known]
+    if len(rows) == count and absent in ([0], [count - 1]):
+        text = f"Row {absent[0]} of {count} for as many patches reads none: a class token is taken for a patch."
+        return trial.find(
+            MOVED, severity_of(trial), [], text, "a row for each patch, and one that reads no pixel",
+            cause="The class token stands at the other end than positions and the output expect, or was not left out.",
+            fix="Put the class token where its position is, and leave that row out of the patches.",
+        )  # fmt: skip
+    if is_even or own == known:
+        return []
+    at, (i, j) = next((at, place) for at, place in known.items() if at != place[0] * right + place[1])
+    text = f"Row {at} of the output is of the patch in row {i}, column {j} of {down} × {right}, by its own value."
+    return trial.find(MOVED, severity_of(trial), [], text, "rows in no order of the patches")
+
+
+def read_place(trial: Trial, given: Tensor, part: Tensor, token: Pixels) -> tuple[int, int] | None:
+    """(row, column) of the one patch that a vector reads; `MIXED` if it reads more, None if it reads nothing."""
+    seen = read_pixels(trial, given, part)
+    if not bool(seen.any()):
+        return None
+    (h, w), rows, columns = token.size, *(seen.any(0).any(axis).nonzero().flatten().tolist() for axis in (1, 0))
+    is_one = rows[-1] // h == rows[0] // h and columns[-1] // w == columns[0] // w
+    return (rows[0] // h, columns[0] // w) if is_one else MIXED
 
 
 def list_blocks(trial: Trial) -> dict[str, nn.Module]:

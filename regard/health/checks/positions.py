@@ -16,7 +16,7 @@ from regard.health.probe.differences import largest_change, row_changes
 from regard.health.probe.library import is_library_code
 from regard.health.probe.pixels import require_image, trace_pixels
 from regard.health.probe.probe import CapturedCall, Key, relative_change
-from regard.health.probe.rotation import Rotation, depends_on_position, recover_rotation
+from regard.health.probe.rotation import Rotation, depends_on_position, recover_mixed, recover_rotation
 from regard.health.probe.texts import capture_repeated
 from regard.health.probe.trial import Trial
 
@@ -56,7 +56,15 @@ MIRRORED = Rule(
     "Relative positions are taken without their sign, or sin and cos of the distance lost it.",
     "Give distances before and behind a token different encodings.", ("speechbrain#3073",),
 )  # fmt: skip
-RULES = (ONE_SIDED, UNEQUAL, VALUES, MISSING, MIRRORED)
+TWO_ANGLES = Rule(
+    "RG725", "pairs turn by two angles", "the two numbers of a rotary pair turn by one angle", "warning", NEEDS,
+    "with one token repeated, each number of q follows cos and sin of an angle with its partner, whose own angle is "
+    "another: the scores depend on absolute positions",
+    "Frequencies are laid out for neighbours (repeat_interleave) and rotate_half pairs halves, or the other way round.",
+    "Use cat([freqs, freqs]) with rotate_half, repeat_interleave(2) with pairs of neighbours.",
+    ("how-to-train-your-gpt#7",), explains=("RG405", "RG621"),
+)  # fmt: skip
+RULES = (ONE_SIDED, UNEQUAL, VALUES, MISSING, MIRRORED, TWO_ANGLES)
 POSITIONS = re.compile(r"pos|rope|rotary|alibi|freqs|^(cos|sin)(_|$)", re.IGNORECASE)  # in names
 ANGLE = 1e-3  # rad per position by which q and k may differ
 
@@ -68,13 +76,15 @@ def check(trial: Trial) -> list:
     calls = {key: one for key, one in capture_repeated(trial).items() if is_self_attention(one)}
     if not calls:
         raise NotApplicable("no self-attention call was captured")
-    one_sided, unequal, values = [], [], []
+    one_sided, unequal, values, mixed = [], [], [], []
     for key, one in calls.items():
         q, k, v = (turn_of(x) for x in (one.q, one.k, one.v))
         if (q is None) != (k is None) and not all(depends_on_position(x[0]) for x in (one.q, one.k)):
             one_sided.append((key, "queries" if k is None else "keys"))
         elif q is not None and k is not None and (text := describe_unequal(q, k)):
             unequal.append((key, text))
+        elif q is None and k is None and (text := describe_mixed(one)):
+            mixed.append((key, text))
         is_one = one.k.shape == one.v.shape and one.k.equal(one.v)  # one tensor for both, as DeepSeek V4 has it
         if v is not None and not is_one and (q is not None or k is not None):
             values.append((key, ""))
@@ -87,6 +97,10 @@ def check(trial: Trial) -> list:
         (name, _), how = unequal[0]
         text = f"{how}, in {len(unequal)} of {len(calls)} layers (first {name})."
         found += trial.find(UNEQUAL, "warning", [key for key, _ in unequal], text)
+    if mixed:
+        (name, _), how = mixed[0]
+        text = f"{how}, in {len(mixed)} of {len(calls)} layers (first {name})."
+        found += trial.find(TWO_ANGLES, "warning", [key for key, _ in mixed], text)
     if values:
         text = (
             f"The values turn with their positions in {len(values)} of {len(calls)} layers (first {values[0][0][0]})."
@@ -109,6 +123,21 @@ def turn_of(x: torch.Tensor) -> Rotation | None:
     """The rotation of one sequence's vectors [1, H, N, D]; None where they do not turn visibly."""
     found = recover_rotation(x[0])
     return found if found is not None and float(found.angles.abs().max()) > 1e-3 else None
+
+
+def describe_mixed(one: CapturedCall) -> str:
+    """How the two numbers of q's pairs turn, in a sentence without its full stop; nothing if not by two angles."""
+    if not depends_on_position(one.q[0]) or depends_on_position(one.v[0]):
+        return ""
+    found = recover_mixed(one.q[0])
+    if found is None:
+        return ""
+    pairing, first, second = found
+    at = int((first - second).abs().argmax())
+    return (
+        f"Numbers are paired as {pairing}, and the two of pair {at} turn by {float(first[at]):.3g} and "
+        f"{float(second[at]):.3g} rad per position"
+    )
 
 
 def describe_unequal(q: Rotation, k: Rotation) -> str:

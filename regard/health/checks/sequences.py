@@ -80,9 +80,16 @@ def report(trial: Trial, kept: list[int], other: TokenBatch, output: str, amount
         and one.output.shape[0] == trial.sample.ids.shape[0]
         and relative_change(one.output[kept], calls[key].output[kept]) > trial.tolerance
     ]
+    rows, length = trial.sample.ids.shape[:2]
+    over = [
+        key for key, one in trial.captured[1].items()
+        if rows != length and (one.q.shape[0], one.q.shape[2], one.k.shape[2]) == (length, rows, rows)
+    ]  # fmt: skip
+    where = f" The attention of {over[0][0]} runs over the {rows} rows of the batch, not over tokens." if over else ""
     return trial.find(
-        RULE, "critical", keys[:1],
-        f"Other tokens in one sequence of a batch change the output{output} for another by {amount:.2g} of its size.",
+        RULE, "critical", (over or keys)[:1],
+        f"Other tokens in one sequence of a batch change the output{output} for another by {amount:.2g} of its "
+        f"size.{where}",
         f"relative change of another sequence > {trial.tolerance:g}",
         "Check which axis is the batch: nn.MultiheadAttention and nn.Transformer take (N, B, E) unless "
         "batch_first=True; scaled_dot_product_attention needs (B, H, N, d).",

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from regard.health.checks.computes_otherwise import describe_cause
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.measure.batches import evaluation_mode
@@ -71,6 +72,6 @@ def compare(trial: Trial, rule: Rule, name: str) -> list[Finding]:
     return trial.find(
         rule, "note" if is_known else "critical", [cause.key] if cause else [],
         f"The output {MODES[name]} differs from that of evaluation by {amount:.2g} of its size"
-        + (f": {cause.text}." if cause else "."),
+        + describe_cause(cause, calls),
         f"relative change of a row > {trial.rounding:.2g}, which rounding explains",
     )  # fmt: skip

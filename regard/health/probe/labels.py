@@ -23,7 +23,7 @@ SAME = 2e-3  # relative difference of two losses that are one; other reductions 
 
 @dataclass(frozen=True)
 class Relation:
-    """How labels are predicted: `offset` 0 or 1 for a label per token, None for one per row."""
+    """How labels are predicted: `offset` 0, 1 or 2 for a label per token, None for one per row."""
 
     offset: int | None
     is_own: bool  # the model's own loss is this cross entropy
@@ -52,15 +52,16 @@ def relate(result: Any, batch: TokenBatch) -> Relation | None:
     top = int(labels.max())
     if labels.ndim == 1 and logits.ndim == 2 and len(labels) == len(logits) and top < logits.shape[1]:
         return _confirm(Relation(None, own is not None), own, each_label(logits, labels, None))
-    if labels.ndim != 2 or logits.ndim != 3 or logits.shape[:2] != labels.shape or top >= logits.shape[-1]:
+    if labels.ndim != 2 or logits.ndim != 3 or len(logits) != len(labels) or top >= logits.shape[-1]:
         return None
-    for offset in (0, 1):
-        if own is not None:
-            found = _confirm(Relation(offset, True), own, each_label(logits, labels, offset))
-            if found is not None:
-                return found
+    if logits.shape[1] < labels.shape[1] or (own is None and logits.shape[1] > labels.shape[1]):
+        return None  # images before the text have rows and no labels
     if own is not None:
-        return None
+        each = [(offset, each_label(logits, labels, offset)) for offset in (0, 1, 2) if offset < labels.shape[1]]
+        # moved in each row, then once more over all rows as one
+        flat = logits[:, -labels.shape[1] : -1].flatten(0, 1), labels[:, 1:].flatten()
+        each.append((2, each_label(flat[0][None], flat[1][None], 1)))
+        return next((one for at, x in each if (one := _confirm(Relation(at, True), own, x)) is not None), None)
     same = labels.shape == batch.targets.shape and bool((labels == batch.targets)[labels != IGNORED].all())
     return Relation(1 if same else 0, False)
 
@@ -73,6 +74,8 @@ def _confirm(relation: Relation, own: Tensor | None, each: Tensor) -> Relation |
 def each_label(logits: Tensor, labels: Tensor, offset: int | None) -> Tensor:
     """Cross entropy of every label, nan where it is ignored: [B, N − offset], or [B] for a label per row.
 
+    Of more logits than labels the last belong to them.
+
     >>> from regard.health.probe.labels import each_label
     >>> each_label(torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]]), 1)
     tensor([[0.6931,    nan]])
@@ -81,7 +84,7 @@ def each_label(logits: Tensor, labels: Tensor, offset: int | None) -> Tensor:
         return cross_entropy(logits.float(), labels.long(), reduction="none", ignore_index=IGNORED).where(
             labels != IGNORED, torch.nan
         )
-    logits, labels = logits[:, : logits.shape[1] - offset], labels[:, offset:]
+    logits, labels = logits[:, -labels.shape[1] :][:, : labels.shape[1] - offset], labels[:, offset:]
     each = cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten().long(), reduction="none", ignore_index=IGNORED
     ).view(labels.shape)

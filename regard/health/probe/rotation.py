@@ -19,6 +19,7 @@ HALVES, INTERLEAVED = "halves", "interleaved"
 CONSTANT = 2e-3  # relative change of a pair's length, up to which it is a rotation
 MOVED = 2e-5  # relative change over the positions, from which on a number depends on them
 STILL = 1e-8  # rad per position: a pair that does not turn
+STEPS = 6  # of Newton's method
 SPREAD = 2e-3  # rad per position by which heads or positions may disagree about an angle
 
 
@@ -126,6 +127,42 @@ def angles_of(x: Tensor, first: int, width: int, pairing: str) -> Tensor | None:
     turned = z * torch.polar(torch.ones(len(positions), 1, dtype=torch.float64), -positions[:, None] * angles)
     off = (turned - z[:, :1]).abs() / rms
     return angles if bool(off.amax() < 0.02) else None
+
+
+def recover_mixed(x: Tensor) -> tuple[str, Tensor, Tensor] | None:
+    """(pairing, angles of the first numbers of the pairs, of the second) of x [H, N, D], which is no rotation.
+
+    x_t = x_0·cos(tθ) + (its partner)·sin(tθ) with θ laid out for another pairing: the two of a pair turn differently.
+    """
+    x = x.double().cpu()
+    if x.shape[-1] % 2 or x.shape[1] < 8:
+        return None
+    for pairing in (HALVES, INTERLEAVED):
+        low, high = pair_indices(0, x.shape[-1], pairing)
+        a, b = x[:, :1, low], x[:, :1, high]
+        first, second = fit_angles(x[..., low], a, -b), fit_angles(x[..., high], b, a)
+        if first is not None and second is not None and bool(((first - second).abs() > SPREAD).any()):
+            return pairing, first, second
+    return None
+
+
+def fit_angles(y: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
+    """The angles [P] with y_t = a·cos(tθ) + b·sin(tθ), for y [H, N, P]; None if some number has none.
+
+    2·cos θ = (y_{t+1} + y_{t−1}) / y_t gives a start, of either sign, for steps of Newton's method.
+    """
+    t = torch.arange(y.shape[1], dtype=torch.float64)[:, None]
+    middle = y[:, 1:-1]
+    cosine = (middle * (y[:, 2:] + y[:, :-2])).sum((0, 1)) / (2 * middle.square().sum((0, 1)).clamp_min(1e-30))
+    found, least = torch.zeros_like(cosine), torch.full_like(cosine, torch.inf)
+    for angle in (cosine.clamp(-1, 1).arccos(), -cosine.clamp(-1, 1).arccos()):
+        for _ in range(STEPS):
+            cos, sin = (t * angle).cos(), (t * angle).sin()
+            slope = t * (b * cos - a * sin)
+            angle = angle + ((y - a * cos - b * sin) * slope).sum((0, 1)) / slope.square().sum((0, 1)).clamp_min(1e-30)
+        off = (y - a * (t * angle).cos() - b * (t * angle).sin()).abs().amax((0, 1))
+        found, least = torch.where(off < least, angle, found), torch.minimum(off, least)
+    return found if bool((least < 0.02 * y.square().mean().sqrt()).all()) else None
 
 
 def fit_base(angles: Tensor) -> tuple[float, float] | None:

@@ -199,9 +199,9 @@ class Task:
         if offset is None:
             told = labels[labels != IGNORED]
             return torch.zeros_like(told), told
-        follows = offset == 1 or predicts_next_token(batch)
+        follows = offset > 0 or predicts_next_token(batch)
         ids = batch.targets if batch.targets.shape == labels.shape else torch.zeros_like(labels)
-        before = ids if follows else ids.roll(1, 1)
+        before = ids[:, max(offset - 1, 0) :] if follows else ids.roll(1, 1)
         told = labels[:, offset:] != IGNORED
         return before[:, : labels.shape[1] - offset][told], labels[:, offset:][told]
 
@@ -212,13 +212,14 @@ class Task:
 
 def names_next_token(model: nn.Module) -> bool | None:
     """True if the class or configuration says that the model predicts the next token, False if another, else None."""
-    name, config = type(model).__name__, getattr(model, "config", None)
+    config = getattr(model, "config", None)
     if getattr(config, "model_type", "") in BOTH_WAYS and not getattr(config, "causal", False):
         return None
-    if name.endswith(("LMHeadModel", "ForCausalLM")) or getattr(config, "is_encoder_decoder", False):
-        return True
-    if name.endswith(("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForPreTraining")):
-        return False
+    for name in (kind.__name__ for kind in type(model).__mro__):  # a subclass may have any name
+        if name.endswith(("LMHeadModel", "ForCausalLM")) or getattr(config, "is_encoder_decoder", False):
+            return True
+        if name.endswith(("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForPreTraining")):
+            return False
     if getattr(config, "is_decoder", False) is True:
         return True
     return None

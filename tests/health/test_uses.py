@@ -150,3 +150,35 @@ def test_an_empty_batch_among_others_does_no_harm():
     encoder = nn.TransformerEncoderLayer(32, 4, batch_first=True)
     report = regard.examine(encoder, [torch.randn(2, 10, 32), torch.randn(0, 10, 32), torch.randn(2, 10, 32)])
     assert [head.statistics.count("entropy") for head in report.heads] == [40] * 4
+
+
+class InBlocks(Cached):
+    """Attention whose queries come in two blocks: each softmax(q kᵀ)·v; the second in two parts if `hidden`."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, x):
+        q, k, v = self.inside(x).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2).chunk(3, 1)
+        (first, second), half = q.chunk(2, 2), x.shape[1] // 2
+        out = [(first @ k.mT * 0.3).softmax(-1) @ v]
+        weights = torch.cat([second @ k[:, :, :half].mT, second @ k[:, :, half:].mT], -1).mul(0.3).softmax(-1)
+        if self.hidden:
+            out.append(weights[..., :half] @ v[:, :, :half] + weights[..., half:] @ v[:, :, half:])
+        else:
+            out.append((second @ k.mT * 0.3).softmax(-1) @ v)
+        return torch.cat(out, 2).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_blocks_of_queries_are_one_layer_and_what_cannot_be_read_of_them_is_said(hidden):
+    torch.manual_seed(0)
+    report = regard.examine(nn.Sequential(InBlocks(hidden), InBlocks(hidden)), [torch.randn(2, 16, 32)], checks=False)
+    assert sorted({head.index for head in report.heads}) == [0, 1] and {head.layer for head in report.heads} == {
+        "0",
+        "1",
+    }
+    assert {head.rows for head in report.heads} == {16 if hidden else 32}
+    assert [name for name, _ in report.unmeasured] == (["0", "1"] if hidden else [])
+    assert all("multiplies a part of its softmax weights by values" in why for _, why in report.unmeasured)

@@ -24,6 +24,7 @@ from regard._core.execute import apply_policy
 from regard._core.formulas import apply_gate
 from regard._core.prepare import prepare
 from regard.bias import Bias
+from regard.health.capture.forwards import running_frame
 from regard.masks import blanked
 from regard.reference import score_of, with_sink
 
@@ -120,31 +121,45 @@ class Call:
         return small.with_options(**{key: value for key, value in per_batch.items() if value is not None})
 
 
-class UseCounter:
-    """Counts the uses of each module within a forward: its n-th call is its n-th use, reported as a layer of its own.
+@dataclass
+class Use:
+    """One use of a module within a forward: its keys, how many queries it took, and the forward that called it."""
 
-    A call whose keys continue those of an earlier one is a cache that grew, and the same use.
-    """
+    keys: int
+    first: Tensor  # key [D]
+    queries: int
+    frame: Any
+
+    def takes(self, call: Call, first: Tensor, frame: Any) -> bool:
+        """True if a call goes on with a grown cache, or takes other queries of the same text."""
+        queries, keys = call.q.shape[2], call.k.shape[2]
+        goes_on = frame is not None and frame is self.frame and self.queries + queries <= max(keys, self.keys)
+        return (keys == self.keys + queries or goes_on) and first.equal(self.first)
+
+
+class UseCounter:
+    """Counts the uses of each module within a forward: the n-th is reported as a layer of its own."""
 
     def __init__(self) -> None:
-        self._keys: dict[tuple[Any, str], list[tuple[int, Tensor]]] = {}  # per use: number of keys, the first one [D]
+        self._known: dict[tuple[Any, str], list[Use]] = {}
         self.token: Any = None
 
     def begin(self) -> None:
-        self._keys.clear()
+        self._known.clear()
         self.token = None
 
     def count(self, call: Call, name: str, token: Any) -> int:
         """Returns 0, 1, … up to MAX_USES − 1, which all later uses share; `token` identifies the forward."""
         self.token = token
-        known = self._keys.setdefault((token, name), [])
+        known = self._known.setdefault((token, name), [])
         last = min(len(known), MAX_USES - 1)
         if call.k.numel() == 0 or call.obstacle is not None:
             return last
-        queries, keys, first = call.q.shape[2], call.k.shape[2], call.k.detach()[0, 0, 0]
-        grown = (use for use, (size, key) in enumerate(known) if keys == size + queries and key.equal(first))
-        use = next(grown, last)
-        known[use : use + 1] = [(keys, first.clone())]
+        (queries, keys), first, frame = (call.q.shape[2], call.k.shape[2]), call.k.detach()[0, 0, 0], running_frame()
+        use = next((at for at, one in enumerate(known) if one.takes(call, first, frame)), last)
+        if use < len(known) and known[use].frame is frame:
+            queries, keys = known[use].queries + queries, max(known[use].keys, keys)
+        known[use : use + 1] = [Use(keys, first.clone(), queries, frame)]
         return use
 
 

@@ -69,6 +69,7 @@ class Weights:
     transposed: bool = False
     axis: int = -1  # over which the softmax ran; another than −1 where the scores are a product
     gain: Tensor | None = None  # a learned number that multiplied p afterwards, as the gate of an adapter does
+    is_part: bool = False  # some of the rows or columns alone
 
 
 class Follower:
@@ -101,6 +102,8 @@ class Follower:
             self._follow_softmax(known, args, kwargs, result)
         elif isinstance(known, Product) and result.numel() == known.numel and result.shape[-2:] == known.shape:
             self.known[result] = replace(known, scale=known.scale * _factor(name, args))
+        elif isinstance(known, Weights) and name == "__getitem__" and result.numel() < known.p.numel():
+            self.known[result] = replace(known, product=None, is_part=True)
         elif isinstance(known, Weights) and result.numel() == known.p.numel():
             if name in DROPPING:
                 training = args[2] if len(args) > 2 else kwargs.get("training", True)
@@ -157,7 +160,12 @@ class Follower:
         gain = weights.gain
         if gain is not None and not bool(gain.any()):
             fault = "a learned number, which is 0, multiplies its weights"
-        elif not weights.dropout and gain is None and (name != "einsum" or _sums_over_last(args, used)):
+        elif (
+            not weights.dropout
+            and gain is None
+            and not weights.is_part
+            and (name != "einsum" or _sums_over_last(args, used))
+        ):
             weights, fault = _judge_rows(weights, used)
         layout = _values_of(name, args, weights, values)
         if layout is not None and gain is not None:
@@ -166,7 +174,8 @@ class Follower:
         if layout is None or split is None:
             if fault is None and weights.axis != -1:
                 return run()  # keys in the place of queries, as kᵀq has them
-            reason = f"{_line()} multiplies softmax weights by values, but their scores could not be followed to q·kᵀ"
+            weighed = "a part of its softmax weights" if weights.is_part else "softmax weights"
+            reason = f"{_line()} multiplies {weighed} by values, but their scores could not be followed to q·kᵀ"
             reason = reason if fault is None else f"{fault} ({_line()})"
             call = Call(module, weights.p, values, values, own=lambda rows: run(), kind="by hand", obstacle=reason)
             return route(call, run, swaps=False)

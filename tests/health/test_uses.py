@@ -175,10 +175,31 @@ class InBlocks(Cached):
 def test_blocks_of_queries_are_one_layer_and_what_cannot_be_read_of_them_is_said(hidden):
     torch.manual_seed(0)
     report = regard.examine(nn.Sequential(InBlocks(hidden), InBlocks(hidden)), [torch.randn(2, 16, 32)], checks=False)
-    assert sorted({head.index for head in report.heads}) == [0, 1] and {head.layer for head in report.heads} == {
-        "0",
-        "1",
-    }
+    assert {(head.index, head.layer) for head in report.heads} == {(0, "0"), (1 + hidden, "1")}
     assert {head.rows for head in report.heads} == {16 if hidden else 32}
     assert [name for name, _ in report.unmeasured] == (["0", "1"] if hidden else [])
     assert all("multiplies a part of its softmax weights by values" in why for _, why in report.unmeasured)
+
+
+class TalkingAttention(Cached):
+    """Heads are mixed before the softmax and after it, as in CaiT."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        q, k, v = self.inside(x).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2).chunk(3, 1)
+        scores = self.before((q @ k.mT * 0.3).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        weights = self.after(scores.softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+def test_heads_that_are_mixed_are_named_with_the_line_of_their_softmax():
+    torch.manual_seed(0)
+    model = nn.Sequential(Cached(), TalkingAttention())
+    report = regard.examine(model, [torch.randn(2, 16, 32)], checks=False)
+    ((layer, reason),) = report.unmeasured
+    assert (
+        layer == "1" and reason.startswith("its softmax (test_uses.py:") and reason.endswith("as where heads are mixed")
+    )

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ OVER = {"div", "div_", "__truediv__", "__itruediv__", "divide", "true_divide"}
 DROPPING = {"dropout", "dropout_"}
 TRANSPOSING = {"transpose", "swapaxes", "swapdims", "permute"}
 MT = torch.Tensor.mT.__get__  # type: ignore[attr-defined]
+LOST: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # modules -> the line of a softmax that led nowhere
 ORDINARY: set[Any] = set()  # torch functions with which no attention begins: neither products nor softmax
 AXES = {-2: "queries", -3: "heads", -4: "batch"}
 RUNS_OVER = "its softmax runs over the"  # … queries, where the keys are meant
@@ -123,6 +125,9 @@ class Follower:
         if not isinstance(dim, int) or isinstance(known, Weights) or logits.ndim < 2:
             return
         axis = dim if dim < 0 else dim - logits.ndim
+        module = running_module()
+        if known is None and logits.ndim > 2 and module is not None and module not in LOST:
+            LOST[module] = _line()
         if axis == -1:
             self.known[result] = Weights(result, logits, known)
         elif isinstance(known, Product):

@@ -16,6 +16,7 @@ from torch import nn
 
 from regard.health.capture.call import forget_derived
 from regard.health.capture.forwards import as_written
+from regard.health.capture.handwritten import LOST
 from regard.health.capture.interception import Interception, check_model
 from regard.health.measure.batches import (
     Modules,
@@ -158,6 +159,9 @@ def measure(
     return Pass(model, modules, layers, recorder, columns, done, seconds, kept, first, failure, room, others)
 
 
+UNFOLLOWED = "its softmax ({}) is of scores that are no product of q and k any more, as where heads are mixed"
+
+
 def find_missed(modules: Modules, layers: Sequence[Layer]) -> dict[str, str]:
     """Modules that look like attention but in which no call was captured, with the reason."""
     captured = {layer.name for layer in layers}
@@ -168,7 +172,9 @@ def find_missed(modules: Modules, layers: Sequence[Layer]) -> dict[str, str]:
         return any(other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in captured)
 
     missed = [name for name in suspected if name and not is_related(name)]
-    return {name: suspected[name] for name in missed if not any(other.startswith(f"{name}.") for other in missed)}
+    missed = [name for name in missed if not any(other.startswith(f"{name}.") for other in missed)]
+    lost = {name: LOST[module] for name, module in modules if module in LOST}
+    return {name: UNFOLLOWED.format(lost[name]) if name in lost else str(suspected[name]) for name in missed}
 
 
 @lru_cache(maxsize=256)

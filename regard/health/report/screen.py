@@ -297,7 +297,7 @@ def _foot(
         rest = f"; and {count_noun(len(report.unmeasured) - 1, 'more layer')}" if len(report.unmeasured) > 1 else ""
         lines.append(("unread", f"{layer or 'the model itself'}: {reason}{rest}"))
     for name, text in lines:
-        yield from writer.list_field(name, text, 1, indent=0)
+        yield from writer.list_field(name, text, detail.skipped if name == "unread" else 1, indent=0)
     yield from writer.list_field("skipped", describe_skipped(report, detail.skipped > 1), detail.skipped, indent=0)
     if page:
         yield f"{'page':<{writer.LABEL}}{page}", ""

@@ -5,6 +5,7 @@ import torch
 from contract_data import codes, run_check
 from torch import nn
 
+import regard
 from regard.health import examine
 
 transformers = pytest.importorskip("transformers")
@@ -16,9 +17,9 @@ def ids(*shape, low=4, high=60):
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(0))
 
 
-def two_towers(name):
+def two_towers(name, side=16):
     text = dict(SMALL, vocab_size=60, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    vision = dict(SMALL, image_size=16, patch_size=4)
+    vision = dict(SMALL, image_size=side, patch_size=side // 4)
     config = transformers.AutoConfig.for_model(name, text_config=text, vision_config=vision, projection_dim=16)
     return transformers.AutoModel.from_config(config)
 
@@ -37,6 +38,16 @@ def test_logits_that_compare_all_texts_with_all_images_are_those_of_a_row_alone(
     tower = model.text_model
     tower.register_forward_hook(lambda module, given, output: mixed(output))
     assert codes(run_check("row_alone", model, batch)) == ["RG212"]
+
+
+def test_a_tower_of_images_with_as_many_patches_as_the_text_has_tokens_sees_no_padding():
+    """SigLIP pools the last token, padding or not; its images have no padding to see, and no loss is asked of it."""
+    torch.manual_seed(0)
+    model, batch = two_towers("siglip", 32), dict(input_ids=ids(3, 16), pixel_values=torch.randn(3, 3, 32, 32))
+    verdict = regard.check(model, [batch], select="RG202,RG8")
+    assert bool(verdict) and [(one.code, one.layer) for one in verdict.notes] == [("RG202", None)]
+    assert "the pooling takes padding" in verdict.notes[0].evidence
+    assert not any("regard failed" in one.reason for one in verdict.skipped)
 
 
 def mixed(output):

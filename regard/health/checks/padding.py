@@ -86,7 +86,7 @@ def check_given(trial: Trial) -> list[Finding]:
     amount = relative_change(output[:, kept], trial.probe.run(alone))
     if amount <= max(LEAST, trial.rounding):
         return []
-    visible = [key for key, call in calls.items() if shows_padding(call, padding[row])]
+    visible = [key for key, call in calls.items() if key in trial.text_keys and shows_padding(call, padding[row])]
     if visible:
         return trial.find(
             SEEN, "warning", visible[:1],
@@ -218,7 +218,8 @@ def describe_made(
     trial: Trial, batch: TokenBatch, calls: Calls, padding: Tensor, amount: float, on_left: bool, is_pooling: bool
 ) -> list[Finding]:
     """The finding about padding made here that changes the text's outputs."""
-    one = [(key, call) for key, call in calls.items() if call.q.shape[2] == call.k.shape[2] == padding.shape[1]]
+    read = [(key, call) for key, call in calls.items() if key in trial.text_keys]
+    one = [(key, call) for key, call in read if call.q.shape[2] == call.k.shape[2] == padding.shape[1]]
     visible = [key for key, call in one if bool(call.visible[..., ~padding[0], :][:1][..., padding[0]].any())]
     side = "left" if on_left else "right"
     text = (
@@ -250,6 +251,7 @@ def pads_left(trial: Trial) -> bool:
 
 def computes_same(trial: Trial, alone: Calls, padded: Calls, kept: Tensor) -> bool:
     """True if every attention call computes of a text alone what it computes of it at the places `kept` of row 0."""
+    alone = {key: call for key, call in alone.items() if key in trial.text_keys}
     pairs = [(call.output, padded[key].output) for key, call in alone.items() if key in padded]
     fits = [a.shape[2] == len(kept) and b.shape[2] > int(kept[-1]) for a, b in pairs]
     limit = max(LEAST, trial.rounding)

@@ -59,7 +59,8 @@ class LossTasks:
             return None
         if names_next_token(self.trial.model) or self.trial.why_causal is not None:
             return self._make_task(NEXT)
-        is_open = names_next_token(self.trial.model) is None
+        output, ids = self.trial.captured[0], self.trial.sample.targets
+        is_open = names_next_token(self.trial.model) is None and output.ndim > 2 and output.shape[:2] == ids.shape
         if is_open and self.trial.noise <= self.trial.tolerance and self.trial.leak <= self.trial.tolerance:
             return self._make_task(NEXT)
         return None

@@ -21,7 +21,7 @@ from regard.health.probe.probe import CapturedCall, Key, Probe, relative_change
 from regard.health.probe.task import LossReading, Task, names_next_token, predicts_next_token
 from regard.health.probe.texts import Leak, change_later, choose_longest, find_leaks, plain_text
 from regard.health.tokens.forms import DECODERS
-from regard.health.tokens.text import TokenBatch, as_batch, as_token_batch
+from regard.health.tokens.text import TokenBatch, as_batch, as_token_batch, exchange_tokens
 
 SEQUENCES, LENGTH = 2, 128  # of the text on which the checks run
 ROWS = 4  # of images, sounds or vectors
@@ -98,6 +98,19 @@ class Trial:
         """The main output and the attention calls on `sample`."""
         sample = self.sample  # raises before the model is intercepted
         return self.probe.capture(sample)
+
+    @cached_property
+    def text_keys(self) -> set[Key]:
+        """The attention calls that read the text, where a tower of images or sounds has others."""
+        calls = self.captured[1]
+        if not any(isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2 for x in self.sample.given):
+            return set(calls)
+        ids = self.sample.targets
+        try:
+            after = self.probe.capture(self.sample.with_targets(exchange_tokens(ids, torch.ones_like(ids).bool())))[1]
+        except Exception:  # places of images among the tokens: the text holds the images
+            return set(calls)
+        return {key for key, one in calls.items() if key not in after or not torch.equal(one.q, after[key].q)}
 
     @property
     def keys(self) -> list[Key]:

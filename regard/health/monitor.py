@@ -2,16 +2,17 @@
 
 | in `watching/` | is decided |
 | --- | --- |
-| `schedule.py`, `sampling.py` | which forwards are measured, within which budget |
+| `sampling.py` | which forwards are measured, within which budget |
 | `every_step.py`, `pulse.py`, `bands.py` | what is looked at in every step |
 | `symptoms.py`, `incidents.py` | what is wrong, and what an incident is |
 | `ranks.py`, `groups.py` | how samples of ranks become one |
-| `telling.py`, `writers.py`, `black_box.py` | what is written, and who is told |
+| `telling.py`, `black_box.py` | what is written, and who is told |
 """
 
 from __future__ import annotations
 
 import atexit
+import numbers
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +26,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from regard.health.capture.forwards import as_written
+from regard.health.capture.interception import check_model
 from regard.health.measure.side_stream import HostCopies
 from regard.health.qk_clip.max_logits import is_clipped
 from regard.health.watching import callbacks
 from regard.health.watching.black_box import BlackBox
 from regard.health.watching.every_step import NO_STEP, ONLY_LOGITS, EveryStep
-from regard.health.watching.hooks import Hook
 from regard.health.watching.incidents import Alarm, Incident, Incidents
 from regard.health.watching.ranks import GroupNeeded, Joined, Ranks
-from regard.health.watching.sampling import LEAST_SECONDS, Sampler, Tables
+from regard.health.watching.sampling import LEAST_SECONDS, Hook, Sampler, Tables
 from regard.health.watching.taps import has_compiled_parts
 from regard.health.watching.telling import AttentionWarning, Teller
-from regard.health.watching.validation import check_arguments
+
+METRICS = ("max_logit",)  # what `metrics` may name
 
 
 class Monitor:
@@ -117,7 +119,21 @@ class Monitor:
         text: bool = False,
         tokenizer: Any = None,
     ) -> None:
-        check_arguments(model, every, budget, sequences, metrics, on_alarm, on_failure, timeout, text, tokenizer)
+        check_model(model)
+        for is_right, wanted, given in (
+            (_is_count(every), "every must be an int ≥ 1", every),
+            (_is_number(budget) and 0.0 < budget <= 1.0, "budget must be a number in (0, 1]", budget),
+            (sequences is None or _is_count(sequences), "sequences must be an int ≥ 1, or None for all", sequences),
+            (metrics is None or tuple(metrics) == METRICS, f"metrics must be None for all, or {METRICS}", metrics),
+            (on_failure in ("alone", "stop"), 'on_failure must be "alone" or "stop"', on_failure),
+            (_is_number(timeout) and timeout > 0, "timeout must be a number of seconds > 0", timeout),
+        ):
+            if not is_right:
+                raise ValueError(f"{wanted}, got {given!r}")
+        if text and not callable(getattr(tokenizer, "decode", None)):
+            raise ValueError("text=True needs tokenizer=, an object with decode")
+        if on_alarm is not None and not callable(on_alarm):
+            raise TypeError(f"on_alarm must be a function that takes an Alarm, got {type(on_alarm).__name__}")
         self.model, self.every, self.metrics, self.on_failure = model, every, metrics, on_failure
         self.steps = 0  # that it has seen
         self.black_box = BlackBox(black_box, tokenizer if text else None)
@@ -345,11 +361,11 @@ class Monitor:
     def _sample_taps(self, step: int, held: Mapping[str, Tensor]) -> None:
         """Starts to fetch what the taps hold; a GPU's is read while the next step runs."""
         copies, found = HostCopies(), {}  # type: ignore[var-annotated]
-        for name, numbers in held.items():
-            copies.add(numbers, partial(setitem, found, name))
+        for name, one in held.items():
+            copies.add(one, partial(setitem, found, name))
         copies.start()
         self._tapped = step, found, copies
-        if not any(numbers.is_cuda for numbers in held.values()):
+        if not any(one.is_cuda for one in held.values()):
             self._read_taps()
 
     def _read_taps(self) -> None:
@@ -417,6 +433,14 @@ class Monitor:
         scalars = self._teller.tell_sample(joined, self.model, self._every_step.loss.last, self._ranks.is_first())
         self._every_step.note_sample(joined.step, scalars)
         self._sampler.schedule.look_closer(joined.step, self._incidents.is_suspicious)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
 
 
 _watching: weakref.WeakSet[Monitor] = weakref.WeakSet()

@@ -16,7 +16,7 @@ from torch import nn
 import regard
 from regard.health import AttentionWarning
 from regard.health.capture import interception
-from regard.health.watching import hooks
+from regard.health.watching import sampling
 from regard.health.watching.symptoms import SAMPLES
 
 
@@ -401,7 +401,7 @@ class Mixed(torch.nn.Module):
 
 def test_functions_are_followed_again_after_some_samples(monkeypatch):
     """Where transformers' registry sees every call, torch's functions are not followed in each sample."""
-    monkeypatch.setattr(hooks.ForwardInterceptions, "EVERY", 4)
+    monkeypatch.setattr(sampling.ForwardInterceptions, "EVERY", 4)
     model, seen = Mixed().train(), []
     regard.Monitor(model, every=1, budget=1.0, metrics=("max_logit",), log=lambda values: seen.append(set(values)))
     for _ in range(6):

@@ -11,7 +11,7 @@ from torch import nn
 import regard
 from regard.cli import main
 from regard.health import AttentionWarning
-from regard.health.watching.timeline import read_log, render
+from regard.health.report.page.timeline import read_log, render
 
 
 @pytest.fixture

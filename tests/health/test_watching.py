@@ -17,7 +17,7 @@ from regard.health.watching.every_step import EveryStep
 from regard.health.watching.incidents import Incidents
 from regard.health.watching.pulse import Pulse, WeightMoves
 from regard.health.watching.sample import AT, LayerSample, empty_table, scalars_of, series_names
-from regard.health.watching.schedule import Schedule
+from regard.health.watching.sampling import Schedule
 
 
 def taken(every, steps, suspicious=()):
@@ -75,6 +75,21 @@ def test_scalars_are_over_heads():
     assert found["attention/entropy_ratio_mean"] == pytest.approx(0.4)
     assert found["attention/layer_00/sink_rate"] == 0.5 and found["attention/sink_rate"] == pytest.approx(1 / 3)
     assert found["attention/gradient_gain"] == pytest.approx(0.3)
+
+
+def test_massive_activations_are_logged_beside_the_median():
+    torch.manual_seed(0)
+    one = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0, norm_first=True)
+    model, rows = nn.TransformerEncoder(one, 2, enable_nested_tensor=False), []
+    with torch.no_grad():
+        model.layers[1].linear2.bias[3] = 500.0
+    with regard.Monitor(model, every=1, log=rows.append, budget=1.0):
+        for _ in range(2):
+            hidden = model(torch.randn(2, 12, 16))[:1].detach()
+    found = {name.partition("/")[2]: x for name, x in rows[-1].items() if "activation" in name}
+    assert found["layer_01/largest_activation"] == found["largest_activation"] == pytest.approx(float(hidden.max()))
+    assert found["layer_01/median_activation"] == pytest.approx(float(hidden.abs().median()), rel=0.1)
+    assert found["layer_00/largest_activation"] < 10.0 and not model.layers[0]._forward_hooks
 
 
 def layer(gain=1.0):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from regard.health.commands.files import check_path, report_failure
 from regard.health.report import files
-from regard.health.watching.timeline import read_log, render
+from regard.health.report.page.timeline import read_log, render
 from regard.table import count_noun
 
 

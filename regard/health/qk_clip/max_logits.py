@@ -23,7 +23,7 @@ from regard.bias import Bias
 from regard.health.capture.call import UNDER_VMAP, Call
 from regard.health.capture.forwards import as_written, find_caller
 from regard.health.measure.side_stream import HostCopies
-from regard.health.watching.hooks import ForwardInterceptions
+from regard.health.watching.sampling import ForwardInterceptions
 from regard.health.watching.taps import LEADING, Taps, has_compiled_parts
 from regard.health.watching.taps import STATE as TAPS
 from regard.nn import MultiheadAttention

@@ -19,7 +19,7 @@ from regard.health.qk_clip.clipping import Clipped, Masters, check_arguments, cl
 from regard.health.qk_clip.max_logits import observe, stop
 from regard.health.watching import callbacks
 from regard.health.watching.groups import find_groups
-from regard.health.watching.writers import make_writer
+from regard.health.watching.telling import make_writer
 from regard.nn.projections import NotFound
 from regard.parallel.group import is_first_rank
 

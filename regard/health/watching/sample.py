@@ -3,7 +3,7 @@
 | column | merged over ranks by |
 | --- | --- |
 | numbers of rows | adding |
-| `max_logit` | the largest |
+| `max_logit`, `largest_activation` (of the block around the layer) | the largest |
 | means over rows (`entropy_ratio`, …) | the mean weighted by rows |
 | findings (NaN: the head does not have it) | the largest, if most ranks with rows of the head have it |
 | `not_finite` | the largest |
@@ -41,19 +41,24 @@ MEANS = {  # column -> the count that weights it
     "k_norm": "key_rows",
     "v_norm": "key_rows",
     "gate": "gate_rows",
+    "median_activation": "rows",  # of the block around the layer, as its largest one
 }
 NORMS = ("q_norm", "k_norm", "v_norm")
 WATCHED = (exploding_logits, collapsed, dying_gradient, scale_off, dead, diffuse)  # checks made in every sample
 FLAGS = (*(check.RULE.kind for check in WATCHED), "positional", "bounded")
-COLUMNS = (*COUNTS, "max_logit", *MEANS, *FLAGS, "not_finite")
+LARGEST = ("max_logit", "largest_activation")
+COLUMNS = (*COUNTS, *LARGEST, *MEANS, *FLAGS, "not_finite")
 AT = {name: column for column, name in enumerate(COLUMNS)}
 READ = tuple(name for name in MEANS if name in ROW)  # columns that are means of a reading
-EMPTY_ROW = [math.nan if name in FLAGS else -math.inf if name == "max_logit" else 0.0 for name in COLUMNS]
+EMPTY_ROW = [math.nan if name in FLAGS else -math.inf if name in LARGEST else 0.0 for name in COLUMNS]
 HEAD_VALUES = ("max_logit", "entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "logit_variance")
 SINK = 0.3  # mean mass on the first key above which a head is a sink
 MOST_SERIES = 400  # for layers and model; metrics per layer are left out, the last first, to stay below
 MODEL_SERIES = 16  # room for those over the model
-PER_LAYER = ("max_logit", "entropy_ratio_min", "entropy_ratio_mean", "sink_rate", "gradient_gain", *NORMS, "gate")
+PER_LAYER = (
+    "max_logit", "entropy_ratio_min", "entropy_ratio_mean", "sink_rate", "gradient_gain", *NORMS, "gate",
+    "largest_activation", "median_activation",
+)  # fmt: skip
 
 
 class LayerKey(NamedTuple):
@@ -101,7 +106,7 @@ def merge_tables(tables: Tensor) -> Tensor:
     merged = empty_table(tables.shape[1])
     for name in COUNTS:
         merged[:, AT[name]] = tables[..., AT[name]].sum(0)
-    for name in ("max_logit", "not_finite"):
+    for name in (*LARGEST, "not_finite"):
         merged[:, AT[name]] = tables[..., AT[name]].amax(0)
     for name, count in MEANS.items():
         weight = tables[..., AT[count]]
@@ -172,7 +177,10 @@ def _summarize(layers: Sequence[LayerSample]) -> dict[str, float]:
     def mean(values: np.ndarray) -> float:
         return float(values.mean()) if len(values) else math.nan
 
-    ratios, tops = heads("entropy_ratio", "ratio_rows"), heads("max_logit")
+    ratios, tops, largest = heads("entropy_ratio", "ratio_rows"), heads("max_logit"), heads("largest_activation")
+    blocks = {"largest_activation": float(largest.max()), "median_activation": mean(heads("median_activation"))} if (
+        len(largest) and largest.max() > -math.inf
+    ) else {}  # fmt: skip
     return {
         "max_logit": float(tops.max()) if len(tops) else math.nan,
         "entropy_ratio_min": float(ratios.min()) if len(ratios) else math.nan,
@@ -181,6 +189,7 @@ def _summarize(layers: Sequence[LayerSample]) -> dict[str, float]:
         "gradient_gain": mean(heads("gradient_gain")),
         **{name: mean(heads(name, MEANS[name])) for name in NORMS},
         **({"gate": mean(heads("gate", "gate_rows"))} if bool((table[:, AT["gate_rows"]] > 0).any()) else {}),
+        **blocks,
     }
 
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from regard.health.capture.forwards import as_written
+from regard.health.capture.forwards import as_written, close_scope, open_scope
+from regard.health.capture.interception import Interception
 from regard.health.measure.heads import SEES_NOTHING
 from regard.health.measure.recorder import Layer, merge_uses
 from regard.health.watching.black_box import BlackBox, find_tokens
-from regard.health.watching.hooks import ForwardInterceptions
 from regard.health.watching.sample import AT, LayerKey, empty_table, fill_max_logits
-from regard.health.watching.schedule import Schedule
 from regard.health.watching.taps import LEADING, has_compiled_parts
 from regard.health.watching.timed_recorder import MaxLogitRecorder, TimedRecorder
 
 SKIPPED, SKIPPED_SHARE = 20, 0.75  # samples that the budget skipped, and their share, before a warning
 MISSED = 3  # consecutive steps without a forward before a warning
 LEAST_SECONDS = 600.0  # the budget is that of a training of ten minutes at least
+
+PER_GAP = 10  # samples before the gap doubles; a trend needs as many
+DENSE_FROM = 8  # `every` from which on the start is denser than it
+CLOSER = 10  # samples in a row that a suspicious head may draw closer
 
 Tables = dict[LayerKey, Tensor]
 MakeKey = Callable[[int, str, int], LayerKey]  # order, label, heads -> the key on this rank
@@ -48,6 +55,8 @@ class Sampler:
         self._running: TimedRecorder | None = None  # of the one that runs
         self._orders = {name: at for at, (name, _) in enumerate(as_written(model).named_modules())}
         self._interceptions = ForwardInterceptions()
+        self._attend: set[str] = set()  # names of the modules that were measured
+        self._hooks: list[RemovableHandle] = []  # on the blocks around them, while a forward is measured
 
     def note_step(self) -> None:
         """Notes the end of a step, whose forward has set `missed` to 0."""
@@ -86,8 +95,24 @@ class Sampler:
         self._running = recorder = make(sequences=self.sequences)
         recorder.tokens = find_tokens(inputs, named)
         self._interceptions.open(self.model, recorder)
+        if self.metrics is None and not has_compiled_parts(self.model):
+            self._hook_blocks(recorder)
         recorder.step, recorder.seconds = step, time.perf_counter() - began
         return True
+
+    def _hook_blocks(self, recorder: TimedRecorder) -> None:
+        """Has the output of the module around each attention module measured: the residual stream, in most models."""
+        modules = dict(as_written(self.model).named_modules())
+        for name in self._attend:
+            block = modules.get(name.rpartition(".")[0]) if "." in name else None
+            if block is not None and not isinstance(block, (nn.ModuleList, nn.Sequential)):
+                self._hooks.append(block.register_forward_hook(Hook(partial(recorder.note_block, name))))
+
+    def _close_forward(self, succeeded: bool) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._interceptions.close(succeeded=succeeded)
 
     def _skip(self) -> None:
         self.left_out += 1
@@ -103,7 +128,7 @@ class Sampler:
     def end(self, has_raised: bool) -> bool:
         """Ends the forward that was measured; True if its numbers may be read without a wait for a GPU."""
         finished, recorder, self._running = time.perf_counter(), self._running, None
-        self._interceptions.close(succeeded=not has_raised)
+        self._close_forward(succeeded=not has_raised)
         if recorder is None or has_raised:
             return False
         recorder.seconds += time.perf_counter() - finished
@@ -113,7 +138,7 @@ class Sampler:
 
     def abort(self) -> None:
         """Closes a sample whose forward was aborted by KeyboardInterrupt; torch runs no hooks then."""
-        self._interceptions.close(succeeded=False)
+        self._close_forward(succeeded=False)
         self._running = None
 
     def read(self, box: BlackBox) -> tuple[int, Tables] | None:
@@ -166,6 +191,7 @@ class Sampler:
             if layer.name in recorder.bounded:
                 table[:, AT["bounded"]] = 1.0
             if is_measured:
+                self._attend.add(layer.name)
                 recorder.fill(layer, table)
                 if not bool(table[:, AT["rows"]].any()) and any(layer.empty_rows):
                     self._mark_unmeasured(layer, SEES_NOTHING)
@@ -174,3 +200,103 @@ class Sampler:
     def _mark_unmeasured(self, layer: Layer, reason: str) -> None:
         self.unmeasured[layer.label] = reason
         self.warn_once(f"unmeasured {layer.label}", f"{layer.label}: not watched: {reason}")
+
+
+class Schedule:
+    """Decides which steps are due; the same on every rank that takes the same samples.
+
+    The first ten samples are one step apart, the next ten two steps, then four, and so on up to `every`, so that a
+    short fine-tuning is watched too. With `every` below 8, one step in `every` is sampled from the start. Steps 1, 1 + every,
+    1 + 2·every, … are always due.
+
+    >>> from regard.health.watching.sampling import Schedule
+    >>> schedule, found = Schedule(every=100), []
+    >>> for step in range(1, 40):
+    ...     if schedule.is_due(step):
+    ...         schedule.take(step)
+    ...         found.append(step)
+    >>> found[:3], found[-4:]
+    ([1, 2, 3], [28, 30, 34, 38])
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.gap = 1 if every >= DENSE_FROM else every
+        self._taken_at_gap = 0
+        self._closer = 0  # samples taken closer because of suspicious heads
+        self._next = 1
+
+    def is_due(self, step: int) -> bool:
+        """True if `step` is to be sampled."""
+        is_on_grid = (step - 1) % self.every == 0
+        return is_on_grid or (step >= self._next and (self.gap < self.every or self._closer > 0))
+
+    def take(self, step: int) -> None:
+        """Notes that `step` was sampled, or skipped to save time, and sets the next one."""
+        self._taken_at_gap += 1
+        if self._taken_at_gap >= PER_GAP and self.gap < self.every:
+            self.gap, self._taken_at_gap = min(2 * self.gap, self.every), 0
+        self._next = step + self.gap
+
+    def state(self) -> dict[str, int]:
+        """Returns where it is, for `load`."""
+        return {"gap": self.gap, "taken": self._taken_at_gap, "next": self._next}
+
+    def load(self, state: Mapping[str, int]) -> None:
+        self.gap, self._taken_at_gap, self._next = min(state["gap"], self.every), state["taken"], state["next"]
+
+    def look_closer(self, step: int, is_suspicious: bool) -> None:
+        """Makes the next step due if a head is suspicious, for a few samples in a row."""
+        self._closer = self._closer + 1 if is_suspicious and self._closer < CLOSER else 0
+        if self._closer:
+            self._next = step + 1
+
+
+class Hook:
+    """A hook that does nothing while torch.compile traces, and in a copy of the model, or a saved one."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call: Callable[..., None] | None = call
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling() and self.call is not None:
+            self.call(*args)
+
+    def __getstate__(self) -> dict[str, None]:
+        return {"call": None}
+
+
+class ForwardInterceptions:
+    """Intercepts single forwards of a model, and follows torch's functions only where that has found attention.
+
+    Following them takes a Python call per torch function. It is done in the first forward and in every `EVERY`-th, and
+    in all if the last one that did met a function that may be attention, or no attention at all (layer drop).
+    """
+
+    EVERY = 20
+
+    def __init__(self) -> None:
+        self._made, self._is_needed = 0, True
+        self._open: tuple[Interception, contextlib.AbstractContextManager] | None = None
+
+    def open(self, model: nn.Module, observe: Callable) -> None:
+        """Intercepts the forward that begins now; called in the model's pre-hook."""
+        self.close(succeeded=False)
+        follows = self._is_needed or self._made % self.EVERY == 0
+        self._made += 1
+        interception = Interception(model, observe=observe, follows_functions=follows)
+        context = interception.in_forward()
+        open_scope(context)
+        self._open = interception, context
+
+    def close(self, succeeded: bool) -> None:
+        """Ends the interception that is open, if any, and learns from a forward that succeeded.
+
+        A forward that Ctrl-C ends calls no hook: the next one closes it.
+        """
+        if self._open is None:
+            return
+        (interception, context), self._open = self._open, None
+        close_scope(context)
+        if succeeded and interception.follows_functions:
+            self._is_needed = interception.saw_functions or not interception.routed

@@ -1,20 +1,37 @@
-"""Tells of samples and incidents: writes them to the log and the black box, warns, and calls `on_alarm`."""
+"""Tells of samples and incidents: writes them to the log and the black box, warns, and calls `on_alarm`.
+
+| `log` | recognised by | receives |
+| --- | --- | --- |
+| a path | str or PathLike | JSONL: a line per sample, per alarm and, with heads, per head |
+| TensorBoard | `add_scalar` | a scalar per series; alarms as text |
+| Weights & Biases | `define_metric` and `log` | a dict per sample with its own step axis, `attention/step` |
+| MLflow, Lightning's loggers, Comet | `log_metrics` | `log_metrics(dict, step=step)` |
+| `transformers.Trainer` | `log` and `state.global_step` | `log(dict)`: goes to all that `report_to` names |
+| `accelerate.Accelerator` | `trackers` and `log` | each tracker's `log(dict, step=step)` |
+| another object, trackio | `log` | `log(dict, step=step)` |
+| a function | callable | a dict per sample, per alarm and, with heads, per head |
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from regard.health.capture.forwards import find_caller
+from regard.health.probe.task import finite
 from regard.health.qk_clip.max_logits import is_clipped
 from regard.health.watching.black_box import BlackBox
 from regard.health.watching.incidents import Alarm, Incidents
 from regard.health.watching.ranks import Joined
 from regard.health.watching.sample import flags_of, head_rows, scalars_of, series_names
-from regard.health.watching.writers import Several, Writer, make_writer
 
 IN_TROUBLE = 8  # heads whose own numbers are logged because a finding has them
 HARMLESS = ("positional", "diffuse", "bounded")  # findings that have no head logged
@@ -31,7 +48,8 @@ class Teller:
         self, log: Any, heads: bool, metrics: Any, on_alarm: Callable[[Alarm], object] | None, box: BlackBox,
         incidents: Incidents,
     ) -> None:  # fmt: skip
-        self.writer, self.heads, self.metrics, self.on_alarm = make_writer(log), heads, metrics, on_alarm
+        self.writers = [] if log is None else [make_writer(log)]
+        self.heads, self.metrics, self.on_alarm = heads, metrics, on_alarm
         self.box, self.incidents = box, incidents
         self.alarms: list[Alarm] = []
         self.layers: dict[str, str] = {}  # series name -> label
@@ -84,17 +102,17 @@ class Teller:
 
     def _log(self, step: int, scalars: dict[str, float] | None, rows: list[dict], alarms: list[Alarm]) -> None:
         try:
-            if scalars is not None:
-                self.writer.write(step, scalars, rows)
-            for alarm in alarms:
-                self.writer.write_alarm(alarm.to_json())
+            for writer in self.writers:
+                if scalars is not None:
+                    writer.write(step, scalars, rows)
+                for alarm in alarms:
+                    writer.write_alarm(alarm.to_json())
         except Exception as error:  # a failing log must not stop training
             self.warn_once("log", f"The monitor's log failed at step {step}, and rows are lost: {error!r}")
 
     def use_loggers(self, loggers: Sequence[Any]) -> None:
         """Writes to these too, if there is no log."""
-        if type(self.writer) is Writer and loggers:
-            self.writer = Several([make_writer(logger) for logger in loggers])
+        self.writers = self.writers or [make_writer(logger) for logger in loggers]
 
     def warn_once(self, kind: str, text: str) -> None:
         """Warns once of each kind."""
@@ -106,3 +124,117 @@ class Teller:
 def warn(text: str) -> None:
     """Warns at the line that ran the model."""
     warnings.warn(text, AttentionWarning, stacklevel=find_caller()[1] + 1)
+
+
+Scalars = dict[str, float]
+STEP_AXIS = "attention/step"
+
+
+class LogWriter(NamedTuple):
+    """How one log takes a sample (step, scalars by series name, rows of heads) and an alarm, as `Alarm.to_json` is."""
+
+    write: Callable[[int, Scalars, list[dict]], object]
+    write_alarm: Callable[[dict], object] = lambda alarm: None
+
+
+def make_writer(log: Any) -> LogWriter:
+    """Returns the writer for `log`, the argument of `regard.Monitor`."""
+    if isinstance(log, (str, os.PathLike)):
+        return _write_lines(Path(log))
+    if hasattr(log, "add_scalar"):
+        return _write_to_tensorboard(log)
+    has_log = callable(getattr(log, "log", None)) and not isinstance(log, logging.Logger)
+    if has_log and hasattr(log, "define_metric"):
+        return _write_to_wandb(log)
+    if has_log and hasattr(getattr(log, "state", None), "global_step"):  # whose log_metrics is another thing
+        return _write_dicts(lambda scalars, step: log.log({**scalars, STEP_AXIS: step}))
+    if callable(getattr(log, "log_metrics", None)):
+        return _write_dicts(lambda scalars, step: log.log_metrics(scalars, step=step))
+    if has_log and hasattr(log, "trackers"):
+        return _write_to_trackers(log)
+    if has_log:
+        return _write_dicts(lambda scalars, step: log.log(scalars, step=step))
+    if callable(log):
+        return _write_rows(lambda rows: [log(row) for row in rows])
+    raise TypeError(
+        "log must have add_scalar, log_metrics, or a log method that takes a dict, or be a path or a function, "
+        f"got {type(log).__name__}"
+    )
+
+
+def _write_rows(send: Callable[[list[dict]], object]) -> LogWriter:
+    """Sends a list of dicts: one for the sample and one for each of its heads, or one for an alarm."""
+    return LogWriter(lambda step, scalars, rows: send([{"step": step, **scalars}, *rows]), lambda alarm: send([alarm]))
+
+
+def _write_lines(path: Path) -> LogWriter:
+    """Appends one JSON object per line to a file that is opened for each sample."""
+    if not path.parent.is_dir():
+        raise ValueError(f"log: there is no folder {str(path.parent)!r}; create it first")
+
+    def append(rows: list[dict]) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({name: finite(x) for name, x in row.items()}) + "\n" for row in rows)
+
+    return _write_rows(append)
+
+
+def _write_dicts(send: Callable[[Scalars, int], object]) -> LogWriter:
+    return LogWriter(lambda step, scalars, rows: send(merge_series(scalars, rows), step))
+
+
+def _write_to_tensorboard(log: Any) -> LogWriter:
+    def write(step: int, scalars: Scalars, rows: list[dict]) -> None:
+        for name, value in merge_series(scalars, rows).items():
+            log.add_scalar(name, value, step)
+
+    def write_alarm(alarm: dict) -> None:
+        if hasattr(log, "add_text"):
+            text = ". To do: ".join(part for part in (alarm["text"], alarm["action"]) if part)
+            log.add_text("attention/alarms", text, alarm["step"])
+
+    return LogWriter(write, write_alarm)
+
+
+def _write_to_wandb(run: Any) -> LogWriter:
+    """Writes on the step axis `attention/step`; the step of the run is the user's and is not set.
+
+    `commit=False` adds the numbers to the row that the user writes next. If the run's step has not moved since the last
+    sample, nobody else writes rows, and the sample before is committed first, so that none is lost.
+    """
+    run.define_metric(STEP_AXIS, hidden=True)
+    run.define_metric("attention/*", step_metric=STEP_AXIS)
+    last = None
+
+    def write(step: int, scalars: Scalars, rows: list[dict]) -> None:
+        nonlocal last
+        if last is not None and getattr(run, "step", None) == last:
+            run.log({}, commit=True)
+        run.log(merge_series(scalars, rows) | {STEP_AXIS: step}, commit=False)
+        last = getattr(run, "step", None)
+
+    return LogWriter(write)
+
+
+def _write_to_trackers(accelerator: Any) -> LogWriter:
+    """Writes to each tracker of an `accelerate.Accelerator`: they exist once `init_trackers` was called."""
+    known: dict[int, LogWriter] = {}
+
+    def write(step: int, scalars: Scalars, rows: list[dict]) -> None:
+        for tracker in accelerator.trackers:
+            if id(tracker) not in known:
+                run = getattr(tracker, "tracker", None)
+                known[id(tracker)] = make_writer(run if hasattr(run, "define_metric") else tracker)
+            known[id(tracker)].write(step, scalars, rows)
+
+    return LogWriter(write)
+
+
+def merge_series(scalars: Scalars, rows: list[dict]) -> Scalars:
+    """Returns scalars and the numbers of heads by series name, without NaN: a number that lacks has no point."""
+    found = dict(scalars)
+    for row in rows:
+        prefix = f"attention/{row['series']}/head_{row['head']:02}"
+        named = {name: x for name, x in row.items() if name not in ("step", "layer", "series", "head")}
+        found |= {f"{prefix}/{name}": x for name, x in named.items()}
+    return {name: x for name, x in found.items() if not math.isnan(x)}

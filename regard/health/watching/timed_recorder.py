@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import setitem
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from regard.health.watching.black_box import as_row, measure_worst_row
 from regard.health.watching.sample import AT, WATCHED, fill_max_logits, fill_table
 
 MOST_WORST = 512  # layers whose worst row is kept
+ACTIVATIONS = 65536  # of a block that the median is taken of
 
 
 class TimedRecorder(Recorder):
@@ -49,6 +50,7 @@ class TimedRecorder(Recorder):
         self._copies = HostCopies()
         self.tokens: Tensor | None = None  # ids that the forward was given
         self._worst: dict[str, list[Tensor]] = {}  # by the layer's label: see `measure_worst_row`
+        self._blocks: dict[str, Tensor] = {}  # by the layer's name: see `note_block`
         self._inputs: dict[tuple[str, int], Tensor] = {}  # by the layer's key: NaN or infinite if an input was so
 
     @property
@@ -154,6 +156,16 @@ class TimedRecorder(Recorder):
             if call.q.numel() and call.k.numel() and len(self._worst) < MOST_WORST:
                 self._worst[self.layers[key].label] = measure_worst_row(call)
 
+    def note_block(self, name: str, block: torch.nn.Module, inputs: tuple, output: Any) -> None:
+        """Keeps max|x| and the median of |x| over one sequence of a block's output; on the device."""
+        x = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point() and x.numel():
+            before = Moment.on(x.device)
+            few = x.detach()[0].flatten().abs().float()
+            stride = max(1, len(few) // ACTIVATIONS) | 1
+            self._blocks[name] = torch.stack([few.amax(), few[::stride].median()])
+            self._calls.append((before, Moment.on(x.device)))
+
     def is_input_lost(self, layer: Layer) -> bool:
         """True if a query, key or value of the layer was not finite; an input alone tells nothing of the output."""
         sums = self._inputs.get((layer.name, layer.use))
@@ -192,8 +204,9 @@ class TimedRecorder(Recorder):
                     copies.add(x, partial(setitem, mask.anomalies, name))
         for layer in self.layers.values():
             copies.add_attributes(layer, "gates")
-        for key, sums in self._inputs.items():
-            copies.add(sums, partial(setitem, self._inputs, key))
+        for found in (self._inputs, self._blocks):
+            for key, numbers in found.items():
+                copies.add(numbers, partial(setitem, found, key))
         for parts in self._worst.values():
             for at, x in enumerate(parts):
                 copies.add(x, partial(setitem, parts, at))
@@ -216,6 +229,8 @@ class TimedRecorder(Recorder):
         """Writes the numbers of a measured layer into its table."""
         if layer.reading is not None:
             fill_table(table, layer.reading)
+        if layer.name in self._blocks:
+            table[:, [AT["largest_activation"], AT["median_activation"]]] = self._blocks[layer.name].double()
         if layer.gates is not None:
             count, total, _ = layer.gates
             table[:, AT["gate_rows"]], table[:, AT["gate"]] = count, total / count.clamp_min(1.0)

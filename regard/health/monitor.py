@@ -28,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 from regard.health.capture.forwards import as_written
 from regard.health.capture.interception import check_model
 from regard.health.measure.side_stream import HostCopies
-from regard.health.qk_clip.max_logits import is_clipped
 from regard.health.watching import callbacks
 from regard.health.watching.black_box import BlackBox
 from regard.health.watching.every_step import NO_STEP, ONLY_LOGITS, EveryStep
@@ -320,7 +319,7 @@ class Monitor:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._sampler.missed, self._saw_forward = 0, True
-        self._every_step.begin_forward((*inputs, *named.values()), is_clipped(self.model))
+        self._every_step.begin_forward((*inputs, *named.values()))
         self.steps = step = self.steps + 1 if self._given_step is None else self._given_step
         if self._sampler.finished is None:  # else in the middle of a pipeline's step
             self._read_ranks()

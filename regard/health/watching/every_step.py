@@ -58,10 +58,9 @@ class EveryStep:
         self.pulse = Pulse(model)
         self.pulse.weights.load(self._weights)
 
-    def begin_forward(self, inputs: Iterable[Any], is_clipped: bool) -> None:
-        """Looks at the batch of a forward; is_clipped: QK-clip is in use."""
+    def begin_forward(self, inputs: Iterable[Any]) -> None:
+        """Looks at the batch of a forward."""
         if self.pulse is not None:
-            self.pulse.weights.is_clipped = is_clipped
             self.pulse.begin_forward(inputs)
 
     def stop(self) -> None:

@@ -26,6 +26,7 @@ from regard._core.dtensor import is_dtensor
 from regard.health.capture.forwards import as_written
 from regard.health.checks.finding import LOGIT_LIMIT
 from regard.health.measure.side_stream import HostCopies
+from regard.health.qk_clip.max_logits import is_clipped
 from regard.health.watching import taps
 from regard.health.watching.bands import Level, Steady
 from regard.health.watching.groups import PROJECTIONS
@@ -48,7 +49,7 @@ class Pulse:
     """The looks at the steps of one model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.taps = taps.Taps(model, whole=True, eagerly=True)
+        self.model, self.taps = model, taps.Taps(model, whole=True, eagerly=True)
         self.largest = -math.inf  # of the step that was read last; NaN where a logit was not finite
         self.is_finite = True  # was its output?
         self.step: int | None = None  # whose numbers were read last
@@ -104,6 +105,7 @@ class Pulse:
             self._follow(name, call, value, float(one[taps.LEADING :].amax()))
         self._follow_batch(batch.tolist())
         if len(moves):
+            self.weights.is_clipped = is_clipped(self.model)
             self.sudden += self.weights.add(dict(zip(matrices, moves.tolist(), strict=True)))
 
     def _follow(self, name: str, call: float, value: float, largest: float) -> None:
@@ -190,7 +192,6 @@ class WeightMoves:
         is_known = before is not None and list(parts) == self.names and before.device == device
         self.names = list(parts)
         if not (is_known and parts):
-            self.names = [] if not parts else self.names
             return now.new_full((len(parts),), math.nan)
         sizes = torch.maximum(now.norm(dim=1), before.norm(dim=1))  # type: ignore[union-attr]
         return (now - before).norm(dim=1) / sizes.clamp_min(1e-30)  # type: ignore[operator]

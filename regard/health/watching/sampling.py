@@ -206,8 +206,8 @@ class Schedule:
     """Decides which steps are due; the same on every rank that takes the same samples.
 
     The first ten samples are one step apart, the next ten two steps, then four, and so on up to `every`, so that a
-    short fine-tuning is watched too. With `every` below 8, one step in `every` is sampled from the start. Steps 1, 1 + every,
-    1 + 2·every, … are always due.
+    short fine-tuning is watched too. With `every` below 8, one step in `every` is sampled from the start. Steps 1,
+    1 + every, 1 + 2·every, … are always due.
 
     >>> from regard.health.watching.sampling import Schedule
     >>> schedule, found = Schedule(every=100), []

@@ -1,8 +1,9 @@
-"""Trainer callbacks of `Monitor` and `QKClip`, for transformers and Lightning."""
+"""Trainer callbacks of `Monitor` and `QKClip`, for transformers and Lightning: steps, losses, saved state and the end."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,92 +16,72 @@ BASES = {  # of callbacks: module, class, what is missing without it
 }
 
 
-def _import_base(which: str) -> Any:
-    module, name, hint = BASES[which]
+def _make(which: str, owner: Monitor | QKClip, **events: Callable) -> Any:
+    """Returns a callback of a trainer that runs `events` by their names, saves the owner's state, and closes it."""
+    module, base, hint = BASES[which]
     try:
-        return getattr(importlib.import_module(module), name)
+        bases: tuple = (getattr(importlib.import_module(module), base),)
     except ModuleNotFoundError as error:
         raise ImportError(hint) from error
+    name = f"{type(owner).__name__}Callback"  # under which a trainer saves its state
+    saved: dict[str, Callable] = {"state_dict": owner.state_dict, "load_state_dict": owner.load_state_dict}
+    if which == "trainer":
+        bases += (importlib.import_module("transformers.trainer_callback").ExportableState,)
+        saved = {"state": lambda: {"args": {}, "attributes": {"saved": owner.state_dict()}}}  # for trainer_state.json
+    events = {"on_train_end": lambda *_, **__: owner.close(), **saved, **events}
+    return type(name, bases, {event: staticmethod(act) for event, act in events.items()})()
 
 
 def trainer_callback(monitor: Monitor) -> Any:
     """Returns a `transformers.TrainerCallback` that gives a monitor the trainer's steps, loss and end, and saves it."""
-    base: Any = _import_base("trainer")
-    from transformers.trainer_callback import ExportableState
 
-    class MonitorCallback(base, ExportableState):  # type: ignore[misc]
-        def state(self):  # the trainer writes it into trainer_state.json
-            return {"args": {}, "attributes": {"saved": monitor.state_dict()}}
+    def begin(args: Any, state: Any, control: Any, **_: Any) -> None:
+        _load_from(monitor, state)
+        monitor.watch()  # a second train() comes after the end of the first
 
-        def on_train_begin(self, args, state, control, **kwargs):
-            _load_from(monitor, type(self).__name__, state)
-            monitor.watch()  # a second train() comes after the end of the first
+    def log(args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        monitor.observe((logs or {}).get("loss"), (logs or {}).get("grad_norm"))
 
-        def on_step_begin(self, args, state, control, **kwargs):
-            monitor.at_step(state.global_step + 1)
-
-        def on_step_end(self, args, state, control, **kwargs):
-            monitor.end_step()
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            monitor.observe((logs or {}).get("loss"), (logs or {}).get("grad_norm"))
-
-        def on_train_end(self, args, state, control, **kwargs):
-            monitor.close()
-
-    return MonitorCallback()
+    return _make(
+        "trainer", monitor, on_train_begin=begin, on_log=log,
+        on_step_begin=lambda args, state, control, **_: monitor.at_step(state.global_step + 1),
+        on_step_end=lambda args, state, control, **_: monitor.end_step(),
+    )  # fmt: skip
 
 
 def lightning_callback(monitor: Monitor) -> Any:
     """Returns a Lightning `Callback` for a monitor: its steps, loss and end, its state in checkpoints, its loggers."""
 
-    class MonitorCallback(_import_base("lightning")):  # type: ignore[misc]
-        def state_dict(self):
-            return monitor.state_dict()
+    def start(trainer: Any, module: Any) -> None:
+        monitor.watch()
+        monitor._teller.use_loggers(trainer.loggers)
 
-        def load_state_dict(self, state):
-            monitor.load_state_dict(state)
+    def end_batch(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        monitor.observe(outputs.get("loss") if isinstance(outputs, dict) else outputs)
+        monitor.end_step()
 
-        def on_train_start(self, trainer, module):
-            monitor.watch()
-            monitor._teller.use_loggers(trainer.loggers)
-
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            monitor.at_step(trainer.global_step + 1)
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            monitor.observe(outputs.get("loss") if isinstance(outputs, dict) else outputs)
-            monitor.end_step()
-
-        def on_train_end(self, trainer, module):
-            monitor.close()
-
-    return MonitorCallback()
+    return _make(
+        "lightning", monitor, on_train_start=start, on_train_batch_end=end_batch,
+        on_train_batch_start=lambda trainer, *_: monitor.at_step(trainer.global_step + 1),
+    )  # fmt: skip
 
 
 def clip_trainer_callback(clip: QKClip) -> Any:
     """Returns a `transformers.TrainerCallback` that clips after each optimizer step, and saves QKClip's state."""
-    from transformers.trainer_callback import ExportableState
 
-    class QKClipCallback(_import_base("trainer"), ExportableState):  # type: ignore[misc]
-        def state(self):
-            return {"args": {}, "attributes": {"saved": clip.state_dict()}}
+    def step(args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        clip.follow(optimizer)
+        clip.step()
 
-        def on_train_begin(self, args, state, control, **kwargs):
-            _load_from(clip, type(self).__name__, state)
-
-        def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-            clip.follow(optimizer)
-            clip.step()
-
-        def on_train_end(self, args, state, control, **kwargs):
-            clip.close()
-
-    return QKClipCallback()
+    return _make(
+        "trainer", clip, on_optimizer_step=step,
+        on_train_begin=lambda args, state, control, **_: _load_from(clip, state),
+    )  # fmt: skip
 
 
-def _load_from(owner: Monitor | QKClip, name: str, state: Any) -> None:
+def _load_from(owner: Monitor | QKClip, state: Any) -> None:
     """Loads what a resumed trainer found in trainer_state.json; a file from before gets a place for the next save."""
+    name = f"{type(owner).__name__}Callback"
     if isinstance(state.stateful_callbacks, dict):
         state.stateful_callbacks.setdefault(name, {"args": {}, "attributes": {}})
     known = (getattr(state, "stateful_callbacks", None) or {}).get(name)
@@ -111,25 +92,18 @@ def _load_from(owner: Monitor | QKClip, name: str, state: Any) -> None:
 
 def clip_lightning_callback(clip: QKClip) -> Any:
     """Returns a Lightning `Callback` that clips after each optimizer step; accumulated batches are no step."""
+    at = 0
 
-    class QKClipCallback(_import_base("lightning")):  # type: ignore[misc]
-        def state_dict(self):
-            return clip.state_dict()
+    def start(trainer: Any, module: Any) -> None:
+        nonlocal at
+        at = trainer.global_step
+        for optimizer in trainer.optimizers:
+            clip.follow(optimizer)
 
-        def load_state_dict(self, state):
-            clip.load_state_dict(state)
+    def end_batch(trainer: Any, *_: Any) -> None:
+        nonlocal at
+        if trainer.global_step != at:
+            at = trainer.global_step
+            clip.step()
 
-        def on_train_start(self, trainer, module):
-            self.at = trainer.global_step
-            for optimizer in trainer.optimizers:
-                clip.follow(optimizer)
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if trainer.global_step != self.at:
-                self.at = trainer.global_step
-                clip.step()
-
-        def on_train_end(self, trainer, module):
-            clip.close()
-
-    return QKClipCallback()
+    return _make("lightning", clip, on_train_start=start, on_train_batch_end=end_batch)

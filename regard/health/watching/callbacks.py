@@ -1,4 +1,4 @@
-"""Trainer callbacks of `Monitor` and `QKClip`, for transformers and Lightning: steps, losses, saved state and the end."""
+"""Trainer callbacks of `Monitor` and `QKClip`, for transformers and Lightning: steps, loss, saved state, the end."""
 
 from __future__ import annotations
 

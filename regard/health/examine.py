@@ -33,6 +33,7 @@ from regard.health.what_if import WhatIf, parse_all
 
 LEAST_ABLATION, ABLATION = 2.0, 30.0  # seconds: by default at least, and with ablate=True
 LEAST_CHECKS, CHECKS = 20.0, 3.0  # seconds for the checks at least, and times the measurement's
+PATIENCE = 3.0  # times these seconds by the clock, on a machine that is busy with other work
 
 
 def examine(
@@ -82,8 +83,9 @@ def examine(
         tokenizer: names the tokens that the report shows, as in `regard.look`.
         checks: run the model a few times more, on a few sequences: does it see later tokens, other sequences or
             padding, is its loss below that of the text's frequencies, what do what-ifs and remedies do to the loss.
-            They begin with the gravest and may take 20 seconds, or 3 times the measurement, ablation included. False
-            measures alone, in little more than a forward; tokens are then shown only with a `tokenizer`.
+            They begin with the gravest and may take 20 seconds, or 3 times the measurement, ablation included; up to
+            3 times as long where other processes keep them waiting. False measures alone, in little more than a
+            forward; tokens are then shown only with a `tokenizer`.
         ablate: measure the loss without each head: True, False or a budget in seconds; None for as many seconds as the
             measurement took, 2 at least.
         seconds: time for the checks, to which that of ablation is added; None for the time that `checks` names.
@@ -135,7 +137,7 @@ def examine(
                 outcome, found = run_checks(
                     model, seen.kept, seen.layers, report.heads, report.findings, changes, causal=causal, loss=loss,
                     ablation_seconds=float(budget), predictor=predictor, tokenizer=tokenizer,
-                    seconds=allowed if seconds is None else seconds,
+                    seconds=allowed if seconds is None else seconds, patience=PATIENCE if seconds is None else 1.0,
                     progress=line.check if line else None,
                 )  # fmt: skip
             report = report.with_checks(outcome, found)

@@ -14,6 +14,24 @@ EVERY = 0.5  # seconds between two lines
 WIDTH = 79  # columns that a line covers
 
 
+class Budget:
+    """Seconds of this thread's own time, and up to `patience` times as many by the clock, where others keep it waiting.
+
+    >>> from regard.health.progress import Budget
+    >>> Budget(5.0).is_spent, Budget(0.0).is_spent
+    (False, True)
+    """
+
+    def __init__(self, seconds: float, patience: float = 3.0) -> None:
+        self.seconds, self.patience = seconds, patience
+        self.own, self.clock = time.thread_time(), time.perf_counter()
+
+    @property
+    def is_spent(self) -> bool:
+        own, clock = time.thread_time() - self.own, time.perf_counter() - self.clock
+        return own > self.seconds or clock > self.patience * self.seconds or self.seconds <= 0.0
+
+
 class Progress:
     """A line that is written over itself until the `with` block ends; a thread keeps the seconds moving.
 

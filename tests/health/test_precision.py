@@ -41,20 +41,48 @@ def loss_of(model, batches):
     return sum(map(float, losses)) / len(losses)
 
 
-@pytest.mark.parametrize("text", ["kv=int8/token", "kv=fp8_e4m3", "logits=bf16", "p=fp8_e5m2"])
+def as_int8(x, axes):
+    """x in steps of the largest number over `axes` by 127, as an engine stores it."""
+    step = x.abs().amax(axes, keepdim=True) / 127.0
+    return (x / step).round().clamp(-127, 127) * step
+
+
+def as_float8(x, dtype):
+    """x in a type of 8 bits, with one scale that makes the largest number the type's largest."""
+    scale = x.abs().max() / torch.finfo(dtype).max
+    return (x / scale).to(dtype).float() * scale
+
+
+OWN = {
+    "kv=int8": lambda x: as_int8(x, (0, 1, 2, 3)), "kv=int8/token": lambda x: as_int8(x, (3,)),
+    "kv=fp8_e4m3": lambda x: as_float8(x, torch.float8_e4m3fn), "logits=bf16": lambda x: x.bfloat16().float(),
+    "p=bf16": lambda x: x.bfloat16().float(), "p=fp8_e5m2": lambda x: as_float8(x, torch.float8_e5m2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", OWN)
 def test_a_rounding_says_what_running_the_rounded_model_says(subject, text, monkeypatch):
     model, batches = subject
     report = regard.examine(model, batches, what_if=[text], ablate=False)
     change = report.what_if[text].loss
-    what, value = text.split("=")
+    what = text.partition("=")[0]
     with torch.no_grad():
         own = loss_of(model, batches)
-        monkeypatch.setattr(F, "scaled_dot_product_attention", by_hand(what, Rounding.parse(what, value)))
+        monkeypatch.setattr(F, "scaled_dot_product_attention", by_hand(what, OWN[text]))
         rounded = loss_of(model, batches)
+        expected, seen = {}, []
+        monkeypatch.setattr(
+            F, "scaled_dot_product_attention", lambda *x, **y: seen.append((x, y)) or ATTENTION(*x, **y)
+        )
+        model(batches[0][:2])  # the tokens on which errors are taken
+        for at, (given, options) in enumerate(seen):
+            own_output, changed = ATTENTION(*given, **options), by_hand(what, OWN[text])(*given, **options)
+            error, size = ((x.square().sum((0, 2, 3))).sqrt() for x in (changed - own_output, own_output))
+            expected.update({(at, head): x for head, x in enumerate((error / size).tolist())})
     assert abs(rounded - own) > 1e-6
     assert change.change == pytest.approx(rounded - own, abs=2e-5)
     errors = report.checks.rounding[text].errors
-    assert len(errors) == len(report.heads) and all(0.0 < x < 0.5 for x in errors.values())
+    assert len(errors) == len(report.heads) and errors == pytest.approx(expected, rel=1e-2)
 
 
 def test_finer_scales_lose_less_beside_an_outlier():

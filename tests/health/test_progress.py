@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import regard
-from regard.health.progress import EVERY, Progress
+from regard.health.progress import EVERY, Budget, Progress
 
 
 class Stopped(nn.Module):
@@ -46,3 +46,16 @@ def test_ctrl_c_in_a_check_leaves_the_report():
 def test_ctrl_c_in_check_gives_no_verdict():
     with pytest.raises(KeyboardInterrupt):
         regard.check(Stopped(2), torch.randn(2, 12, 16))
+
+
+def test_a_budget_counts_its_own_work_and_other_work_for_a_third(monkeypatch):
+    own, clock = [0.0], [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: own[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    budget, exact = Budget(10.0), Budget(10.0, patience=1.0)
+    clock[0] = 29.0  # the machine is busy with other work
+    assert not budget.is_spent and exact.is_spent
+    own[0] = 10.5
+    assert budget.is_spent
+    own[0], clock[0] = 1.0, 30.5
+    assert budget.is_spent

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from regard.health.checks.repairs import CURED, is_cured, loss_without_attention, require_honest_loss, shorten
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.trial import Trial
+from regard.health.progress import Budget
 
 BAD = 0.8  # of the unigrams' loss: a model below it is not repaired
 SECONDS, FEW_SECONDS = 10.0, 3.0  # for all repairs together, where the loss is bad and where it is not
@@ -59,15 +59,15 @@ def check(trial: Trial) -> list:
     if sum(p.numel() for p in trial.part.parameters()) > MOST_WEIGHTS:
         raise NotApplicable(f"the model has more than {MOST_WEIGHTS:,} parameters")
     require_honest_loss(trial)
-    task, started = shorten(task), time.perf_counter()
+    task = shorten(task)
     own, silent = task.losses(), loss_without_attention(trial, task)
     best: tuple[float, str] | None = None
-    tried, count, seconds = 0, 0, SECONDS if is_bad else FEW_SECONDS
+    tried, count, budget = 0, 0, Budget(SECONDS if is_bad else FEW_SECONDS)
     for repairs in (list_repairs if is_bad else list_position_repairs, list_repairs_of_one_layer):
         waiting = list(repairs(trial)) if best is None else []
         count += len(waiting)
         for repair in waiting:
-            if time.perf_counter() - started > seconds:
+            if budget.is_spent:
                 break
             tried += 1
             with replaced(trial.part, repair.values()):
@@ -76,7 +76,9 @@ def check(trial: Trial) -> list:
             if is_cured(trial, task, own, changed, silent) and (best is None or loss < best[0]):
                 best = loss, repair.meaning
     if best is None and tried < count:
-        raise NotApplicable(f"{tried} of {count} other readings of the weights were tried in {seconds:g} s; none helps")
+        raise NotApplicable(
+            f"{tried} of {count} other readings of the weights were tried in {budget.seconds:g} s; none helps"
+        )
     if best is None:
         return []
     loss, meaning = best

@@ -24,6 +24,7 @@ from regard.health.probe.modes import preserved
 from regard.health.probe.probe import change_calls
 from regard.health.probe.task import LossChange, LossReading
 from regard.health.probe.trial import Trial
+from regard.health.progress import Budget
 from regard.health.what_if import WhatIf, parse
 
 LOSS = "loss"  # stands for a code where the loss, which is no rule, was not measured
@@ -75,15 +76,16 @@ def run_checks(
     model: nn.Module, batches: Sequence[Any], layers: Layers, heads: Heads, found: Sequence[Finding],
     changes: Sequence[WhatIf] = (), *, causal: bool | None = None, loss: Callable | None = None,
     ablation_seconds: float = 0.0, predictor: nn.Module | None = None, tokenizer: Any = None,
-    chosen: Collection[str] | None = None, seconds: float = SECONDS,
+    chosen: Collection[str] | None = None, seconds: float = SECONDS, patience: float = 1.0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Checks, list[Finding]]:  # fmt: skip
     """Returns what the checks found out, and all findings: `found` with effects added, and new ones.
 
-    Checks begin with those that may find the gravest, and end with those that start a process, until `seconds` have
-    passed, or Ctrl-C; `chosen` are codes (None: all); `progress(code, number, total)` is called before each.
+    Checks begin with those that may find the gravest, and end with those that start a process, until `seconds` of our
+    own have passed (see `Budget`), or Ctrl-C; `chosen` are codes (None: all); `progress(code, number, total)` is called
+    before each.
     """
-    started = time.perf_counter()
+    started, budget = time.perf_counter(), Budget(seconds, patience)
     result, findings = Checks(), list(found)
     trial = Trial(
         model if predictor is None else predictor, batches, layers, heads, causal, loss, model, tokenizer
@@ -105,7 +107,7 @@ def run_checks(
             for number, module in enumerate(wanted):
                 if progress is not None:
                     progress(module.RULES[0].code, number, len(wanted))
-                if time.perf_counter() - started > seconds:
+                if budget.is_spent:
                     result.skip(module.RULES, f"out of time: {seconds:g} s had passed")
                     continue
                 findings = _check(module, trial, result, findings, chosen)

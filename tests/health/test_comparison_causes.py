@@ -230,12 +230,13 @@ def test_a_dependence_is_told_and_proves_no_cause():
             return x if self.how == "mean" else x + 0.3 * x.mean(1, keepdim=True).sin()
 
     found = regard.compare(Leaks().eval(), Leaks("leaks").eval(), [IDS])
-    assert not found.same and not found.named and "B sees the future" in found.cause
+    assert not found.same and not found.named and found.is_seen and "B sees the future" in found.cause
+    assert dict(found.fields())["sure"].startswith("both runs show it")
 
 
 def test_shapes_that_differ_are_no_cause():
     found = regard.compare(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Unflatten(-1, (2, 4))), [X])
-    assert not found.same and not found.named
+    assert not found.same and not found.named and "neither holds the other's numbers" in found.cause
 
 
 def test_a_softmax_of_one_head_over_the_queries():

@@ -88,8 +88,8 @@ class Case:
         )
 
 
-def explain_place(case: Case, key: Key) -> tuple[str, bool, list[str]]:
-    """(the cause, was it found?, what was tried) of the first difference, at `key`.
+def explain_place(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
+    """(the cause or None, what was tried) of the first difference, at `key`.
 
     What takes A's tensors to B's is tried first, then what takes B's to A's.
     """
@@ -105,9 +105,7 @@ def explain_place(case: Case, key: Key) -> tuple[str, bool, list[str]]:
         if found is not None:  # of shapes or masks that differ, a dependence says why
             is_fact = cause is not None and cause.kinds & FACTS
             cause = replace(cause, text=f"{found.text} {cause.text}") if cause is not None and is_fact else found
-    if cause is not None:
-        return cause.text, cause.reproduces, tried
-    return _say_unknown(case, key, tried), False, tried
+    return cause, tried
 
 
 def _try_causes(case: Case, key: Key) -> tuple[Cause | None, list[str]]:
@@ -286,7 +284,7 @@ def _list_others(model: nn.Module, one: nn.Module) -> dict[str, nn.Module]:
     return {name: other for name, other in ordered if other is not one}
 
 
-def _say_unknown(case: Case, key: Key, tried: list[str]) -> str:
+def say_unknown(case: Case, key: Key, tried: list[str]) -> str:
     """What is known where no explanation holds."""
     after = case.pairing.blocks[0] and case.pairing.block_of(key) is None and key.part.startswith("out")
     where = f"{LAST} " if after and not key.module else ""

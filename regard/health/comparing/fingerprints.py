@@ -63,7 +63,10 @@ def compare_fingerprints(a: Fingerprint, b: Fingerprint, tolerance: float | None
     cause = f"It differs by {changes[place]:.2g} of its size. Tried: {', '.join(tried) or 'nothing'}."
     cause, named = (cause, False) if found is None else (found.text, found.reproduces)
     parts = [] if first is None else [one for one in first.differs if one != "block"] or list(first.differs)
-    return ModelComparison(False, first, cause, named, where, layers, output, rounding, parts, tried, notes, APART)
+    return ModelComparison(
+        False, first, cause, named, where, layers, output, rounding, parts, tried, notes, APART,
+        is_seen=found is not None,
+    )  # fmt: skip
 
 
 def _check_tokens(a: Fingerprint, b: Fingerprint) -> None:

@@ -23,7 +23,7 @@ from regard.health.capture.forwards import as_written
 from regard.health.capture.interception import check_model
 from regard.health.comparing.compared import Compared, chooses, compare_batch, rearranged, refine
 from regard.health.comparing.difference import beyond
-from regard.health.comparing.explain import explain_place
+from regard.health.comparing.explain import explain_place, say_unknown
 from regard.health.comparing.fingerprint import Fingerprint
 from regard.health.comparing.fingerprints import compare_fingerprints
 from regard.health.comparing.record import CALL_PARTS, LOSS, Key, Mode
@@ -174,7 +174,9 @@ def _judge(compared: list[Compared]) -> ModelComparison:
         return result(True, SAME, True)
     if key is None:
         key, case = found[0], replace(case, b=worst.forced, changes=worst.changes, budgets=worst.budgets)
-    cause, named, tried = explain_place(case, key)
+    found_cause, tried = explain_place(case, key)
+    cause = say_unknown(case, key, tried) if found_cause is None else found_cause.text
+    named, is_seen = found_cause is not None and found_cause.reproduces, found_cause is not None
     index = worst.pairing.block_of(key)
     if index is None and key.module and key.part in CALL_PARTS:
         index = [one.module for one in worst.runs[0].calls].index(key.module)
@@ -183,7 +185,7 @@ def _judge(compared: list[Compared]) -> ModelComparison:
     step = "forward" if worst.runs[0].is_step(key) else "call"
     where = _name_place(key, index, alike, len(worst.pairing.blocks[0]), step)
     first = next((one for one in layers if one.index == index), None)
-    return result(False, cause, named, where, first=first, tried=tried)
+    return result(False, cause, named, where, first=first, tried=tried, is_seen=is_seen)
 
 
 def _merge_layers(compared: list[Compared]) -> list[LayerDifference]:

@@ -19,6 +19,7 @@ LISTED = 12  # layers that a sentence names
 ROWS = 6  # of the table on the screen
 FIRST = "mend this in the model that is wrong, then compare again: what follows the first difference is not judged"
 TRIED = "the cause was tried: with it A's own tensors become B's, within rounding"
+SEEN = "both runs show it; it was not tried whether it alone turns A's own tensors into B's"
 UNTRIED = "the place is sure; no cause was found. Tried: {}"
 UNCHECKED = "other text; decoding with a cache and training mode, before one forward agrees"
 
@@ -76,6 +77,7 @@ class ModelComparison:
         notes: what else is to be known.
         given: what the layers of the table were given.
         losses: of A and of B on the batches, where they differ and have one.
+        is_seen: True if the cause is at least what both runs show, as a dependence on padding is.
     """
 
     same: bool
@@ -91,6 +93,7 @@ class ModelComparison:
     notes: list[str] = field(default_factory=list)
     given: str = "each layer given the same input"
     losses: tuple[LossReading, LossReading] | None = None
+    is_seen: bool = False
 
     @property
     def line(self) -> str:
@@ -152,7 +155,7 @@ class ModelComparison:
         if self.losses is not None:
             a, b = (one.describe() for one in self.losses)
             gain = f"loss {a} in A, {b} in B ({self.losses[0].kind})"
-        sure = TRIED if self.named else UNTRIED.format(", ".join(self.tried) or "nothing")
+        sure = TRIED if self.named else SEEN if self.is_seen else UNTRIED.format(", ".join(self.tried) or "nothing")
         return [
             ("since", layer), outputs, ("do first", FIRST), ("gain", gain), ("sure", sure),
             ("unchecked", UNCHECKED), ("notes", " ".join(self.notes)),

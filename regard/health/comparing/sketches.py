@@ -37,12 +37,14 @@ class Plan:
     width: int
     heads: int
     shape: tuple[int, int]
+    real: np.ndarray | None = None  # True at tokens that are no padding
 
     def rows_of(self, batch: int, length: int) -> list[tuple[int, int]]:
         """The chosen tokens of a tensor; of another length than the model's own, those that its length gives."""
         if (batch, length) == self.shape:
             return self.rows
-        return choose_tokens(batch, length)[: len(self.rows)]
+        real = self.real if self.real is not None and self.real.shape == (batch, length) else None
+        return choose_tokens(batch, length, real)[: len(self.rows)]
 
 
 def make_plan(run: Run, layers: list[Layer]) -> Plan:
@@ -53,7 +55,7 @@ def make_plan(run: Run, layers: list[Layer]) -> Plan:
     shape = (calls[0].q.shape[0], calls[0].q.shape[2]) if like is None and calls else (1, 1)
     if like is not None:
         shape = like.shape[0], like.shape[1]
-    real = None if run.real is None or tuple(run.real.shape) != shape else run.real.numpy()
+    real = None if run.real is None else run.real.numpy()
     heads = sum(2 * one.q.shape[1] + 2 * one.k.shape[1] for one in calls)
     for count, width in SIZES:
         each = heads * (width + 1) + 5 * sum(one.q.shape[1] for one in calls) + 2 * (HIDDEN + 1) * len(layers)
@@ -61,7 +63,8 @@ def make_plan(run: Run, layers: list[Layer]) -> Plan:
             break
     keys = max((one.k.shape[2] for one in calls), default=1)
     per_head = 4 * len(calls) * keys * (2 * width + 3 * SAMPLE_ROWS)
-    return Plan(choose_tokens(*shape, real)[:count], width, SAMPLES // max(per_head, 1), shape)
+    rows = choose_tokens(*shape, real if real is not None and real.shape == shape else None)[:count]
+    return Plan(rows, width, SAMPLES // max(per_head, 1), shape, real)
 
 
 def make_sketches(run: Run, layers: list[Layer], plan: Plan) -> dict[str, np.ndarray]:

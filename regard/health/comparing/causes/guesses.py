@@ -230,8 +230,8 @@ def _splits(a: Kept, s: Tensor, target: Tensor) -> Iterator[Guess]:
     """Equal splits of the keys, each with its own softmax, merged by other weights than their sums: fitted per row."""
     keys, v = s.shape[-1], a.values()
     for count in (2, 4, 8):
-        if count > min(keys, v.shape[-1] // 2):
-            return
+        if 4 * count > min(keys, v.shape[-1]):
+            return  # so few keys or numbers that shares would explain any weights
         parts = []
         for at in torch.arange(keys).chunk(count):
             seen = a.seen() & torch.isin(torch.arange(keys), at)

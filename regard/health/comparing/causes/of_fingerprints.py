@@ -48,7 +48,7 @@ def _explain_from(
     if part == "mask":
         texts = facts.get("mask")
         said = "" if texts is None else f": A's queries see {texts[1]}, B's {texts[2]}"
-        return Cause(f"{_lead(a, texts)}the masks differ{said or _say_seen(pair)}."), ["masks"]
+        return Cause(f"{_lead(a, texts)}the masks differ{said or _say_seen(pair)}.", reproduces=False), ["masks"]
     if pair is None:
         shapes = [list(one.tensors[place].shape[1:]) for one in (a, b)]
         return Cause(f"the shapes differ: {shapes[0]} in A, {shapes[1]} in B.", reproduces=False), ["shapes"]
@@ -192,12 +192,14 @@ def _explain_heads(
     if v_differs or not any(rotary):
         return None, tried
     if rotary[0] is None or rotary[1] is None:
-        return Cause(f"{'A' if rotary[0] is None else 'B'} shows no rotary positions, and v agrees."), tried
+        return Cause(
+            f"{'A' if rotary[0] is None else 'B'} shows no rotary positions, and v agrees.", reproduces=False
+        ), tried
     name, sentence = explain_rotation(*(_as_rotary(one) for one in rotary))
     if not name:
         return None, tried
     layers = [n for n, (x, y) in enumerate(zip(a.layers, b.layers, strict=False)) if _differ(x, y, part)]
-    return Cause(f"{say_layers(a, layers)}: {sentence}"), tried
+    return Cause(f"{say_layers(a, layers)}: {sentence}", reproduces=False), tried  # a fact of both files
 
 
 def _differ(x: dict[str, Any], y: dict[str, Any], part: str) -> bool:

@@ -182,8 +182,9 @@ def _judge(compared: list[Compared]) -> ModelComparison:
         index = [one.module for one in worst.runs[0].calls].index(key.module)
     blocks = {worst.pairing.block_of(one) for one in keys if one.part == key.part and _role(one) == _role(key)}
     alike = sorted(block for block in blocks if block is not None)
-    step = "forward" if worst.runs[0].is_step(key) else "call"
-    where = _name_place(key, index, alike, len(worst.pairing.blocks[0]), step)
+    forward = worst.runs[0].forward_of(key)
+    step = f", forward {forward + 1}" if forward else f", call {key.use + 1}" if key.use else ""
+    where = _name_place(key, index, alike, len(worst.pairing.blocks[0])) + step
     first = next((one for one in layers if one.index == index), None)
     return result(False, cause, named, where, first=first, tried=tried, is_seen=is_seen)
 
@@ -245,9 +246,7 @@ def _say_role(name: str) -> str:
     return ""
 
 
-def _name_place(
-    key: Key, index: int | None = None, alike: list[int] | None = None, count: int = 0, step: str = "forward"
-) -> str:
+def _name_place(key: Key, index: int | None = None, alike: list[int] | None = None, count: int = 0) -> str:
     """`the scores of layers.3.self_attn`, with the other layers of which the same is true."""
     what = {
         "in": "the input of", "out": "the output of", "out 1": "the second output of", "out 2": "the third output of",
@@ -255,9 +254,8 @@ def _name_place(
         "mask": "the mask of", "scores": "the scores of", LOSS: "the loss of",
     }.get(key.part, f"{key.part.removeprefix('out ')} of")  # fmt: skip
     name = (key.module or "the model") + _say_role(key.module)
-    step = f", {step} {key.use + 1}" if key.use else ""
     if index is None:
-        return f"{what} {name}{step}"
+        return f"{what} {name}"
     layers = alike or [index]
     several = "every layer, " if count > 1 and len(layers) == count else f"{list_layers(layers)}, "
-    return f"{several if len(layers) > 1 else ''}{what} {name}{step}"
+    return f"{several if len(layers) > 1 else ''}{what} {name}"

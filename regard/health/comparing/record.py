@@ -45,15 +45,25 @@ class Run:
         points: tensors by place, in order of execution.
         calls: attention calls by place (part "attention").
         real: True at tokens that are not padding, [B, N]; None where the batch does not tell.
+        forwards: the number of the model's forward that each call was made in.
     """
 
     points: dict[Key, Tensor] = field(default_factory=dict)
     calls: dict[Key, Kept] = field(default_factory=dict)
     real: Tensor | None = None
+    forwards: dict[Key, int] = field(default_factory=dict)
 
-    def is_step(self, key: Key) -> bool:
-        """True for a place in a later forward of the model, and not for a module that one forward uses twice."""
-        return key.use > 0 and Key("in", "", key.use) in self.points
+    def forward_of(self, key: Key) -> int:
+        """The number of the model's forward that a place is in; a module may be used several times in one forward."""
+        return self.forwards.get(
+            key._replace(part="attention"), key.use if Key("in", "", key.use) in self.points else 0
+        )
+
+    def earlier(self, key: Key) -> list[Key]:
+        """The same call in every forward up to this one, the first first; empty in the first forward."""
+        last = self.forward_of(key)
+        each = sum(1 for one, forward in self.forwards.items() if one.module == key.module and forward == 0)
+        return [key._replace(use=key.use - each * (last - at)) for at in range(last + 1)] if last else []
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -149,6 +159,7 @@ class Recorder:
         self._calls[name] += 1
         kept = Kept.of(call, output)
         self.run.calls[Key("attention", name, use)] = kept
+        self.run.forwards[Key("attention", name, use)] = max(self._uses[""] - 1, 0)
         for part in ("q", "k", "v") if call.obstacle is None else ():
             self.run.points[Key(part, name, use)] = getattr(kept, part)
         if self.noise and call.obstacle is None:

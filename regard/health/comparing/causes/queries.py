@@ -110,7 +110,7 @@ def _try_rotations(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> No
             trial.explains("QK-norm added", normed, f"B norms queries and keys ({name}) where A does not.")
     for name, source in _normed(a):
         trial.explains("QK-norm after rotary", source, f"B norms queries and keys ({name}) after rotary positions.")
-    if run.is_step(key):
+    if run.earlier(key):
         _try_step(trial, a, b, run, key)
     if trial.found:
         return
@@ -160,7 +160,7 @@ def explain_turned(trial: Trial) -> None:
 
 def _try_step(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
     """A decoding step: cached keys that are rotated again, or new vectors some positions on, by the prompt's angles."""
-    first, new = key._replace(use=0), run.points[key._replace(part="q")].shape[-2]
+    first, new = run.earlier(key)[0], run.points[key._replace(part="q")].shape[-2]
     for part in ("q", "k"):
         prompt = run.points.get(first._replace(part=part))
         if prompt is None or prompt.shape[-2] < 3:
@@ -175,27 +175,28 @@ def _try_step(trial: Trial, a: Tensor, b: Tensor, run: Run, key: Key) -> None:
             )):  # fmt: skip
                 return
             for by in range(-64, 65):
-                turn = rotary.Rotary(own.style, own.width, own.omega, float(by), 1.0, torch.zeros(new))
-                candidate = torch.cat([a[..., :-new, :].double(), rotary.rotate(a[..., -new:, :], turn)], -2)
-                if by and change(b, candidate, "q") <= trial.tolerance:
-                    trial.explains("rotary offset", candidate, (
-                        f"rotary positions are {abs(by)} too {'large' if by > 0 else 'small'} in B at this step: "
-                        "positions do not go on from the cache."
-                    ))  # fmt: skip
-                    return
+                turn = rotary.Rotary(own.style, own.width, own.omega, float(by), 1.0, torch.zeros(a.shape[-2]))
+                turned, old = rotary.rotate(a, turn), torch.arange(a.shape[-2])[:, None] < a.shape[-2] - new
+                said = f"rotary positions are {abs(by)} too {'large' if by > 0 else 'small'} in B"
+                for where, what in ((~old, "at this step"), (old, "in the cache, of an earlier chunk")):
+                    candidate = torch.where(where, turned, a.double())
+                    if by and change(b, candidate, "q") <= trial.tolerance:
+                        said = f"{said} {what}: positions do not go on from the cache."
+                        trial.explains("rotary offset", candidate, said)
+                        return
 
 
 def _try_other_calls(trial: Trial, part: str, run: Run, key: Key) -> None:
     """Are B's keys or values those of another call in A, as where layers share them?"""
     for at, other in run.calls.items():
         x = getattr(other, part)
-        if at != key and x.shape == trial.b.shape and run.is_step(at) == run.is_step(key):
+        if at != key and x.shape == trial.b.shape and run.forward_of(at) == run.forward_of(key):
             name = f"the call number {list(run.calls).index(at)}" if at.module == key.module else at.module
             said = f"B takes those of {name}, which A does not: layers that share keys and values."
             if trial.explains("those of another layer", x, said):
                 return
             new = other.shape[2]
-            cached = torch.cat([x[:, :, :-new], trial.a[:, :, -new:]], 2) if run.is_step(at) else None
+            cached = torch.cat([x[:, :, :-new], trial.a[:, :, -new:]], 2) if run.forward_of(at) else None
             if trial.explains("the cache of another layer", cached, f"B reads the cache of {name}, A its own."):
                 return
 
@@ -203,8 +204,7 @@ def _try_other_calls(trial: Trial, part: str, run: Run, key: Key) -> None:
 def _try_cache(trial: Trial, part: str, pair: Pair, run: Run, key: Key) -> None:
     """A decoding step: which tokens' keys each cache holds, by those that A computed in this forward and before."""
     known = []
-    for use in range(key.use + 1) if run.is_step(key) and not trial.found else ():
-        at = key._replace(use=use)
+    for at in run.earlier(key) if not trial.found else ():
         if at not in run.calls:
             return
         known.append(getattr(run.calls[at], part)[:, :, -run.calls[at].shape[2] :])
@@ -232,7 +232,7 @@ def before_rotation(run: Run, key: Key, like: Tensor) -> Iterator[Tensor]:
     for place, x in run.points.items():
         if place.part == "q" and place.module == key.module and place.use == key.use:
             break
-        if place.part.startswith("out") and place.use == key.use and x.is_floating_point():
+        if place.part.startswith("out") and place.use in (key.use, run.forward_of(key)) and x.is_floating_point():
             earlier.append(x)
     for x in reversed(earlier[-24:]):
         yield from _views(x, batch, heads, length, width)

@@ -6,10 +6,12 @@ from monitor_ranks import (
     run_alone,
     run_clip,
     run_data_parallel,
+    run_in_turns,
     run_on_one_rank_only,
     run_pipeline,
     run_tensor_parallel,
     run_with_skipped_layers,
+    share,
 )
 from rank_processes import RankProcesses
 
@@ -19,7 +21,8 @@ def assert_same(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
         for name in one:
-            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-7), name
+            precise = not name.endswith("median_activation")  # of which the ranks' mean is taken
+            assert one[name] == pytest.approx(other[name], rel=1e-5 if precise else 0.1, abs=1e-7), name
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
@@ -29,6 +32,12 @@ def test_two_ranks_give_the_scalars_of_one_process(two, wrap):
     assert_same(rows, expected)
     assert other == [] and samples == 3  # the first rank alone writes
     assert alarms == other_alarms == []
+
+
+def test_of_many_ranks_with_the_same_heads_a_few_send_their_tables_in_turns(two):
+    """Of a thousand GPUs the first had 210 MB to read and merge in each sample."""
+    rows, _ = two(run_in_turns)
+    assert_same(rows, run_alone(given=lambda step: share((step + 1) % 2, 2, step))[0])
 
 
 def test_alarms_are_those_of_all_ranks(two):
@@ -48,7 +57,8 @@ def test_a_rank_that_skips_layers_holds_nobody_up(two):
     (rows, samples, layers), _ = two(run_with_skipped_layers)
     assert samples == 3 and layers == {f"layer_0{at}": f"layers.{at}.self_attn" for at in range(3)}
     expected, _ = run_alone()
-    assert_same([rows[2]], [expected[2]])
+    shared = [{name: x for name, x in row.items() if "activation" not in name} for row in (rows[2], expected[2])]
+    assert_same(shared[:1], shared[1:])  # a block's activations are known from the second run of its layer on
     assert rows[0]["attention/layer_00/max_logit"] == pytest.approx(expected[0]["attention/layer_00/max_logit"])
 
 

@@ -37,12 +37,12 @@ def scalars(log):
     return [row for row in log if "attention/max_logit" in row]
 
 
-def run_alone(steps=3, gain=1.0):
+def run_alone(steps=3, gain=1.0, given=data):
     """The scalars of one process over all of the data, and its alarms."""
     rows, model = [], Stack(gain=gain)
     with regard.Monitor(model, every=1, log=rows.append, sequences=None, budget=1.0) as monitor:
         for step in range(steps):
-            model(data(step))
+            model(given(step))
     return scalars(rows), [alarm.to_json() for alarm in monitor.alarms]
 
 
@@ -68,6 +68,15 @@ def run_data_parallel(rank, world, wrap, gain=1.0, steps=3):
             for step in range(steps):
                 wrapped(share(rank, world, step)).square().mean().backward()
     return scalars(rows), [alarm.to_json() for alarm in monitor.alarms], monitor.samples
+
+
+def run_in_turns(rank, world):
+    """One rank at a time sends its tables."""
+    before, ranks.MOST_TABLES = ranks.MOST_TABLES, 1
+    try:
+        return run_data_parallel(rank, world, "ddp")[0]
+    finally:
+        ranks.MOST_TABLES = before
 
 
 def run_with_skipped_layers(rank, world):

@@ -214,9 +214,9 @@ class QKClip:
         (layer, reason), *others = reasons.items()
         more = f" (and {len(others)} more)" if others else ""
         knows_a_layer = self.last is not None and self.last.knows_a_layer
-        none = f"no attention layer of {type(self.model).__name__}"
-        where = "a layer whose logits passed the threshold" if knows_a_layer else none
-        return f"QKClip cannot clip {where}: {layer or 'the model itself'}: {reason}{more}; see `.last.skipped`"
+        none = f"can clip no attention layer of {type(self.model).__name__}"
+        what = "cannot clip a layer whose logits passed the threshold" if knows_a_layer else none
+        return f"QKClip {what}: {layer or 'the model itself'}: {reason}{more}; see `.last.skipped`"
 
     def _fail(self, text: str) -> None:
         """Warns once of each reason; raises after ten such steps."""

@@ -6,10 +6,11 @@
 | a later step begins, and all have posted s | the first rank | merges them, and posts the result and the next step |
 | that step begins | each rank | reads the result: the same numbers, and so the same incidents, at the same step |
 
-No collective is made, so a monitor cannot run out of step with the model's own. Between the second and the third row
-lies a whole step of training, in which ranks that train together meet. A rank that posts nothing (its data have ended,
-it has died, it has no monitor) is left out `timeout` seconds later, and that is said; ranks that are left without the
-first one watch alone. Messages are JSON and the bytes of float64 tables.
+Of more than 64 ranks that hold the same heads, 64 send their tables of a step, in turns; the others what they know of
+their loss and of sudden changes. No collective is made, so a monitor cannot run out of step with the model's own.
+Between the second and the third row lies a whole step of training, in which ranks that train together meet. A rank that
+posts nothing (its data have ended, it has died, it has no monitor) is left out `timeout` seconds later, and that is
+said; ranks that are left without the first one watch alone. Messages are JSON and the bytes of float64 tables.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from regard.health.watching.sample import COLUMNS, LayerKey, LayerSample, empty_
 CLOSING = 5.0  # seconds that `close` waits for the samples of others
 PAUSE = 0.02
 LOOKS = 10  # that a rank must be absent from at least before it is left out
+MOST_TABLES = 64  # ranks with the same heads that send their tables of a step; of more, they take turns
 KEPT = 16  # merged samples that stay in the store; ranks read them within a step or two
 _NUMBERS = itertools.count()
 
@@ -120,7 +122,20 @@ class Ranks:
             shapes = "\n".join(line.rpartition(" ")[0] for line in sketch.splitlines())
             head["weights"] = [*(hashlib.md5(text.encode()).hexdigest() for text in (shapes, sketch)), self._inputs]
         self._posted.append(_Posted(step, tables, time.monotonic()))
-        self._store.set(f"{step}/{dist.get_rank()}", _pack({**head, "keys": list(tables)}, list(tables.values())))
+        sent = tables if self._is_turn(step) else {}
+        self._store.set(f"{step}/{dist.get_rank()}", _pack({**head, "keys": list(sent)}, list(sent.values())))
+
+    def _is_turn(self, step: int) -> bool:
+        """True if this rank sends its tables of a step: among thousands, one in so many of those with its heads."""
+        if self.groups.same:
+            at, count = 0, 1
+            for group in self.groups.same:
+                at, count = at * dist.get_world_size(group) + dist.get_rank(group), count * dist.get_world_size(group)
+        elif self.groups.tensor is None and self.groups.pipeline is None:
+            at, count = self.members.index(dist.get_rank()), len(self.members)
+        else:
+            return True  # which ranks hold the same heads is not known
+        return (at + step) % -(-count // MOST_TABLES) == 0
 
     def note_inputs(self, inputs: Iterable[Any]) -> None:
         """Keeps a sketch of what the first forward is given: tensor-parallel ranks are given the same."""
@@ -185,9 +200,11 @@ class Ranks:
         have_come = self._store.check([f"{posted.step}/{rank}" for rank in wanted])
         if not (have_come or closing) and posted.waited < min(1.0, self.timeout):
             return  # soon; asking for each rank takes its time
-        went_on = {rank for rank in wanted for one in self._posted[1:] if self._store.check([f"{one.step}/{rank}"])}
-        ranks = [rank for rank in wanted if self._store.check([f"{posted.step}/{rank}"])]
-        absent = [rank for rank in wanted if rank not in ranks and rank not in went_on]  # samples come in order
+        ranks, absent = wanted, []
+        if not have_come:
+            went_on = {rank for rank in wanted for one in self._posted[1:] if self._store.check([f"{one.step}/{rank}"])}
+            ranks = [rank for rank in wanted if self._store.check([f"{posted.step}/{rank}"])]
+            absent = [rank for rank in wanted if rank not in ranks and rank not in went_on]  # samples come in order
         is_missing = self._are_missing(absent, posted) and (closing or step > posted.step + 1)
         if absent and posted.waited < self.timeout and not is_missing:
             return
@@ -195,6 +212,7 @@ class Ranks:
         keyed = [
             {LayerKey(*key): table for key, table in zip(head["keys"], tables, strict=True)}
             for head, tables in received
+            if head["keys"]
         ]
         keys = sorted({key for tables in keyed for key in tables})
         stacked = [torch.stack([tables.get(key, empty_table(key.heads)) for tables in keyed]) for key in keys]

@@ -41,7 +41,7 @@ MEANS = {  # column -> the count that weights it
     "k_norm": "key_rows",
     "v_norm": "key_rows",
     "gate": "gate_rows",
-    "median_activation": "rows",  # of the block around the layer, as its largest one
+    "median_activation": "rows",  # of the block around the layer, as its largest one; over ranks the mean of medians
 }
 NORMS = ("q_norm", "k_norm", "v_norm")
 WATCHED = (exploding_logits, collapsed, dying_gradient, scale_off, dead, diffuse)  # checks made in every sample

@@ -157,11 +157,11 @@ class TimedRecorder(Recorder):
                 self._worst[self.layers[key].label] = measure_worst_row(call)
 
     def note_block(self, name: str, block: torch.nn.Module, inputs: tuple, output: Any) -> None:
-        """Keeps max|x| and the median of |x| over one sequence of a block's output; on the device."""
+        """Keeps max|x| and the median of |x| over the measured sequences of a block's output; on the device."""
         x = output[0] if isinstance(output, (tuple, list)) and output else output
         if isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point() and x.numel():
             before = Moment.on(x.device)
-            few = x.detach()[0].flatten().abs().float()
+            few = x.detach()[: self.sequences].flatten().abs().float()
             stride = max(1, len(few) // ACTIVATIONS) | 1
             self._blocks[name] = torch.stack([few.amax(), few[::stride].median()])
             self._calls.append((before, Moment.on(x.device)))

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import shlex
 import sys
 from pathlib import Path
+from typing import IO, Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from regard_lab.training import Setting, Trial
@@ -20,7 +23,9 @@ from regard_lab.training.loop import evaluate
 from regard_lab.training.step import Step
 from regard_lab.training.trials.text import draw_windows, split_text
 
-from regard.health.models.tiny import TinyLM, load, save
+from regard.health.models.tiny import TinyLM, load
+
+LEVELS = 7  # a saved matrix keeps −7, −6, …, 7 times a step per row, about 4 bits a weight in the file
 
 SIZE = dict(layers=4, heads=4, width=48, length=128, expansion=2)
 MODELS = {
@@ -53,6 +58,31 @@ class TinyTrial(Trial):
     def evaluate(self) -> dict[str, float]:
         generator = torch.Generator().manual_seed(0)
         return {"loss": float(self.loss((draw_windows(self.unseen, 128, self.length, generator),)))}
+
+
+def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (whole numbers from −LEVELS to LEVELS, a step per row): their product is the matrix, rounded.
+
+    >>> numbers, steps = quantize(torch.tensor([[0.3, -1.4, 0.72]]))
+    >>> numbers, steps
+    (tensor([[ 2, -7,  4]], dtype=torch.int8), tensor([[0.2000]]))
+    """
+    steps = matrix.abs().amax(1, keepdim=True) / LEVELS
+    return (matrix / steps).round().to(torch.int8), steps
+
+
+def save(model: TinyLM, file: Path | IO[bytes], **notes: str) -> None:
+    """Write the weights, matrices rounded by `quantize`, the model's options and notes to one .npz file."""
+    state = model.state_dict().values()
+    matrices = [quantize(value) for value in state if value.ndim == 2]
+    parts = dict(
+        numbers=[numbers for numbers, _ in matrices],
+        steps=[steps.half() for _, steps in matrices],
+        vectors=[value.half() for value in state if value.ndim == 1],
+    )
+    arrays: dict[str, Any] = {name: torch.cat([x.flatten() for x in values]).numpy() for name, values in parts.items()}
+    arrays["notes"] = numpy.array(json.dumps({"options": model.options, **notes}))
+    numpy.savez_compressed(file, **arrays)
 
 
 def train(name: str, data: Path, device: str = "cpu", seed: int = 0) -> tuple[TinyLM, float]:

@@ -121,9 +121,8 @@ def test_what_if_shows_the_heads_as_they_would_be(page, saved):
     assert page.find_elements(By.CSS_SELECTOR, "#curve .before")
 
 
-def test_another_statistic_by_its_thumbnail(page):
-    page.find_element(By.CSS_SELECTOR, "#maps summary").click()
-    page.find_element(By.XPATH, "//button[span[text()='max weight']]").click()
+def test_another_statistic(page):
+    Select(page.find_element(By.ID, "statistic")).select_by_visible_text("max weight")
     assert "largest weight" in page.find_element(By.ID, "meaning").text
     assert page.find_element(By.CSS_SELECTOR, "tr.now").get_attribute("data-statistic") == "max_weight"
 

@@ -76,7 +76,6 @@ def main(options: argparse.Namespace) -> int:
         parse_all(options.what_if)
     except ValueError as error:
         options.fail(str(error))
-    files.announce_hub(options.model)
     ranks, subject = join_group(options.timeout), None
     wanted = [path for path in (options.out, options.json, options.png) if path is not None]
 

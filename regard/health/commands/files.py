@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import regard
-from regard.health.models.loading import describe_error, is_function, one_line
+from regard.health.models.loading import describe_error, one_line
 from regard.health.report import files
 from regard.health.report.report import Report
 from regard.health.report.terminal import printable
@@ -49,12 +49,6 @@ def read_text(name: str) -> str:
     except UnicodeError:
         raise ValueError("standard input is not UTF-8 text") from None
     return text
-
-
-def announce_hub(model: str) -> None:
-    """Print that the hub is asked, which can take half a minute without a network; only to a terminal."""
-    if sys.stderr.isatty() and not is_function(model) and not Path(model).exists():
-        print(f"there is no folder {model!r} here; asking the hub for a model of that name …", file=sys.stderr)
 
 
 def describe_failure(error: BaseException, what: str) -> str:

@@ -37,7 +37,6 @@ def main(options: argparse.Namespace) -> int:
         options.length = LENGTH
     layer: Any = options.layer
     layer = int(layer) if layer is not None and layer.isdecimal() else layer
-    files.announce_hub(options.model)
     try:
         is_file = options.text is not None and os.path.isfile(options.text)
         subject = load_target(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from importlib import resources
-from pathlib import Path
 from typing import IO, Any
 
 import numpy
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127))) + "\ufffd"  # the last stands for everything else
-LEVELS = 7  # a saved matrix keeps −7, −6, …, 7 times a step per row, about 4 bits a weight in the file
 
 
 class Attention(nn.Module):
@@ -100,32 +98,6 @@ def batches(text: str, length: int, size: int) -> list[Tensor]:
         return [ids[None]]
     windows = ids[: len(ids) // length * length].reshape(-1, length)
     return list(windows.split(size))
-
-
-def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (whole numbers from −LEVELS to LEVELS, a step per row): their product is the matrix, rounded.
-
-    >>> from regard.health.models.tiny import quantize
-    >>> numbers, steps = quantize(torch.tensor([[0.3, -1.4, 0.72]]))
-    >>> numbers, steps
-    (tensor([[ 2, -7,  4]], dtype=torch.int8), tensor([[0.2000]]))
-    """
-    steps = matrix.abs().amax(1, keepdim=True) / LEVELS
-    return (matrix / steps).round().to(torch.int8), steps
-
-
-def save(model: TinyLM, file: Path | IO[bytes], **notes: str) -> None:
-    """Write the weights, matrices rounded by `quantize`, the model's options and notes to one .npz file."""
-    state = model.state_dict().values()
-    matrices = [quantize(value) for value in state if value.ndim == 2]
-    parts = dict(
-        numbers=[numbers for numbers, _ in matrices],
-        steps=[steps.half() for _, steps in matrices],
-        vectors=[value.half() for value in state if value.ndim == 1],
-    )
-    arrays: dict[str, Any] = {name: torch.cat([x.flatten() for x in values]).numpy() for name, values in parts.items()}
-    arrays["notes"] = numpy.array(json.dumps({"options": model.options, **notes}))
-    numpy.savez_compressed(file, **arrays)
 
 
 def load(file: IO[bytes]) -> tuple[TinyLM, dict[str, str]]:

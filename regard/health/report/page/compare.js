@@ -80,14 +80,8 @@
     byId("maps").scrollIntoView({ behavior: "smooth", block: "start" });
   };
   for (const chip of document.querySelectorAll(".chip")) chip.addEventListener("click", () => go(Number(chip.dataset.layer), Number(chip.dataset.head)));
-  document.addEventListener("click", (event) => { if (event.target.closest?.("a.word")) document.querySelector("#glossary details").open = true; });
-  const follow = () => {
-    const [, layer, head] = location.hash.match(/^#layer-(\d+)-head-(\d+)$/) ?? [];
-    if (layer !== undefined) go(Number(layer), Number(head));
-  };
-  addEventListener("hashchange", follow);
   enableCopy();
   choose({ layer: rowOf.get(data.first) ?? 0 });
-  follow();
+  followLinks(go);
   document.body.dataset.ready = "true";
 })();

@@ -132,3 +132,17 @@ const enableCopy = () => byId("copy")?.addEventListener("click", async (event) =
   const button = event.currentTarget;
   try { await navigator.clipboard.writeText(button.dataset.copy); button.textContent = "Copied"; } catch { getSelection().selectAllChildren(byId("command")); button.textContent = "Selected"; }
 });
+
+// permalinks: #layer-3-head-5 opens that head, as its title does; a word's link opens the glossary
+const followLinks = (go) => {
+  const follow = () => {
+    const [, layer, head] = location.hash.match(/^#layer-(\d+)-head-(\d+)$/) ?? [];
+    if (layer !== undefined) go(Number(layer), Number(head));
+    if (!location.hash.startsWith("#word-")) return;
+    document.querySelector("#glossary details").open = true;
+    byId(location.hash.slice(1))?.scrollIntoView({ block: "center" });
+  };
+  addEventListener("hashchange", follow);
+  document.addEventListener("click", (event) => { if (event.target.closest?.("a.word")) document.querySelector("#glossary details").open = true; });
+  follow();
+};

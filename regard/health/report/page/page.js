@@ -48,31 +48,6 @@
   }
   if (widest > 40) byId("map").classList.add("wide");
 
-  const thumbs = data.statistics.map((_, s) => {
-    const button = make("button", byId("gallery"), undefined, "thumb");
-    button.type = "button";
-    const canvas = make("canvas", button);
-    make("span", button, name(s));
-    button.addEventListener("click", () => choose({ statistic: s }));
-    return { button, canvas };
-  });
-  const paintThumb = (s) => {
-    const { canvas } = thumbs[s], range = rangeNow(s), rows = data.layers.length, unit = Math.max(4, Math.ceil(120 / widest));
-    canvas.width = widest * unit;
-    canvas.height = rows * unit;
-    const brush = canvas.getContext("2d");
-    for (let row = 0; row < rows; row++) {
-      for (let head = 0; head < widths[row]; head++) {
-        const one = headOf(state.treatment, row, head);
-        brush.fillStyle = colour(one ? place(one.numbers[s][0], range) : null);
-        brush.fillRect(head * unit, row * unit, unit, unit);
-      }
-    }
-    brush.strokeStyle = "#f0562f";
-    brush.lineWidth = Math.max(1.5, unit / 7);
-    brush.strokeRect(state.head * unit, state.layer * unit, unit, unit);
-  };
-
   const numberOf = (kinds) => data.causes.findIndex((kind) => kinds.includes(kind)) + 1 || "";
   const paintMap = () => {
     const s = state.statistic, range = rangeNow(s);
@@ -174,7 +149,6 @@
     }
     for (const key of ["statistic", "layer", "head"]) byId(key).value = state[key];
     document.querySelectorAll("#treatment input").forEach((radio) => { radio.checked = Number(radio.value) === state.treatment; });
-    thumbs.forEach(({ button }, s) => { button.setAttribute("aria-pressed", s === state.statistic); paintThumb(s); });
     paintMap();
     const layer = data.layers[state.layer];
     const one = headOf(state.treatment, state.layer, state.head);
@@ -203,24 +177,12 @@
     if (!kind) scrollToHead();
   }));
 
-  // permalinks: #layer-3-head-5 opens that head; the head's title is its link; a word's link opens the glossary
-  const follow = () => {
-    const [, layer, head] = location.hash.match(/^#layer-(\d+)-head-(\d+)$/) ?? [];
-    if (layer !== undefined && rowOf.has(Number(layer)) && Number(head) < widths[rowOf.get(Number(layer))]) {
-      choose({ layer: rowOf.get(Number(layer)), head: Number(head) });
-      scrollToHead();
-      return true;
-    }
-    if (location.hash.startsWith("#word-")) {
-      document.querySelector("#glossary details").open = true;
-      byId(location.hash.slice(1))?.scrollIntoView({ block: "center" });
-    }
-    return false;
-  };
-  addEventListener("hashchange", follow);
-  document.addEventListener("click", (event) => { if (event.target.closest?.("a.word")) document.querySelector("#glossary details").open = true; });
   const [layer, head] = data.first;
   choose({ layer: rowOf.get(layer), head });
-  follow();
+  followLinks((index, head) => {
+    if (!rowOf.has(index) || head >= widths[rowOf.get(index)]) return;
+    choose({ layer: rowOf.get(index), head });
+    scrollToHead();
+  });
   document.body.dataset.ready = "true";
 })();

@@ -157,7 +157,7 @@ def _map(report: Report, detail: Detail) -> str:
 
 
 def _chosen(report: Report, detail: Detail) -> str:
-    """More of the chosen head: its largest weights, distributions and numbers, and every statistic as a small map."""
+    """More of the chosen head: its largest weights, distributions and numbers."""
     if not report.heads:
         return ""
     weights = report.tokens is not None and "reason" not in report.tokens
@@ -167,8 +167,6 @@ def _chosen(report: Report, detail: Detail) -> str:
 <div class="scroll" tabindex="0"><table id="numbers-table">
 <caption class="hidden">Every statistic of the chosen head</caption>
 </table></div></details>
-<details class="about" id="maps"><summary>Every statistic as a small map</summary>
-<div id="gallery" class="gallery"></div></details>
 </section>"""
 
 

@@ -12,8 +12,7 @@ from regard.health.measure.heads import HeadReading
 from regard.health.measure.histogram import BINS, ROW
 from regard.health.measure.layer_reading import CURVES, LayerReading
 from regard.health.report.glossary import STATISTICS, WORDS
-from regard.health.report.page.causes import SHOWN, list_causes
-from regard.health.report.page.problems import checks_of, first_place
+from regard.health.report.page.causes import SHOWN, checks_of, first_place, list_causes
 from regard.health.report.report import Report
 from regard.health.report.summary import ROOT
 

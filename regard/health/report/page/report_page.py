@@ -12,10 +12,9 @@ from regard.health import checks as registry
 from regard.health.checks.finding import Finding
 from regard.health.measure.heads import HeadReading
 from regard.health.report.glossary import link, link_words, make_glossary
-from regard.health.report.page.causes import list_causes, make_causes
+from regard.health.report.page.causes import checks_of, list_causes, make_causes, make_problems
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
-from regard.health.report.page.problems import checks_of, make_problems
 from regard.health.report.report import Report
 from regard.health.report.screen import UNSURE, count_checks, list_unmade
 from regard.health.report.summary import (

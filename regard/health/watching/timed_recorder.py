@@ -191,6 +191,7 @@ class TimedRecorder(Recorder):
             self._copies.start()
         self._side.join()
         self._gated = None  # its frame holds the inputs of a module, and with them the model's graph
+        self.uses.begin()  # so do those of its uses
         self.rows.forget()
 
     def _copy_to_host(self, copies: HostCopies) -> None:

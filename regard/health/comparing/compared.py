@@ -111,7 +111,9 @@ def rearranged(one: Compared) -> str | None:
         often = [at._replace(use=at.use + 1) in run.points for at, run in zip((key, other), one.runs, strict=True)]
         if a.numel() != b.numel() and not a.is_floating_point() and often[0] == often[1]:
             return None  # of other positions, not other tokens
-        if a.shape != b.shape or often[0] != often[1]:
+        if often[0] != often[1]:
+            return f"{key.module} runs another number of times in B"
+        if a.shape != b.shape:
             return f"{key.module} is given {list(a.shape)} in A, {list(b.shape)} in B"
         if a.is_floating_point():
             return None

@@ -395,6 +395,20 @@ def test_a_loss_in_any_number_type_is_followed_and_another_is_told_once():
     assert told == "loss is not watched: it must be a number or a tensor of one, got list"
 
 
+def test_gradients_that_vanish_are_told():
+    def told(norms):
+        model = layer()
+        with regard.Monitor(model, every=1000, budget=1.0) as monitor, warnings.catch_warnings():
+            warnings.simplefilter("ignore", AttentionWarning)
+            for norm in norms:
+                model(torch.randn(2, 24, 16))
+                monitor.step(loss=1.0, grad_norm=torch.tensor(norm))
+            return [(one.cause, one.code) for one in monitor.incidents]
+
+    assert told([1.0] * 14 + [0.0] * 5) == [("no gradient", "RG620")]
+    assert told([1.0] * 14 + [0.0, 0.0, 1.0] * 2) == [] == told([0.0] * 8)  # steps that a loss scale skips
+
+
 def test_values_that_are_lost_from_one_step_to_the_next():
     """Neither the loss nor ten samples of dead heads show it: the optimizer brings them back within a few steps."""
     model = layer()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -29,6 +30,7 @@ from regard.health.watching.symptoms import NOWHERE, Symptom
 SHIFT = math.log(1.25)  # change of the norms of q and k, or five times that of logits, from which attention has moved
 PATIENCE = 8  # steps that a loss outside its band waits for a sample of attention
 EXPLAINS = (LARGE, SMALL, NOT_FINITE, DEAD, *ROOTS)  # causes that explain a jump of the loss
+STILL = 3  # steps with a gradient of 0
 NO_STEP = (
     "The model ran compiled and Monitor was told of no step, so nothing was logged. Call monitor.step(loss=…) after "
     "each step, or pass Monitor what torch.compile returned."
@@ -50,6 +52,7 @@ class EveryStep:
         self.last_finite = 0  # the last step that was
         self._largest = LossBand(spreads=2.0, share=0.1, rises=False)  # of the pulse's largest logits
         self._sudden: list[Symptom] = []  # of the pulse, that were not told
+        self._still = 0  # consecutive steps with a gradient of 0
         self._given = HostCopies()  # losses and norms that the user passed in
         self._weights: dict[str, Any] = {"highest": 0.0, "levels": [], "tops": []}  # while the model is not watched
         self._history: list[tuple[int, float, float]] = []  # step, norm of q and k, largest logit of each sample
@@ -77,14 +80,23 @@ class EveryStep:
         """Takes the loss or the gradient's norm of a step, tensors without a wait; returns why it cannot."""
         band = {"loss": self.loss, "grad_norm": self.gradient}[name]
         if isinstance(value, Tensor) and value.numel() == 1:
-            self._given.add(value.detach().reshape(1).float(), _receiver(band, step))
+            self._given.add(value.detach().reshape(1).float(), partial(self._take, band, step))
             self._given.start()
         elif isinstance(value, Real) and not isinstance(value, bool):
-            band.add(step, float(value))
+            self._take(band, step, value)
         elif value is not None:
             shape = f" {list(value.shape)}" if hasattr(value, "shape") else ""
             return f"{name} is not watched: it must be a number or a tensor of one, got {type(value).__name__}{shape}"
         return ""
+
+    def _take(self, band: LossBand, step: int, value: Any) -> None:
+        usual = band.middle
+        band.add(step, float(value))
+        if band is self.gradient:
+            self._still = self._still + 1 if band.last == 0.0 else 0
+            if self._still == STILL and usual > 0.0:
+                text = f"the gradient's norm is 0 in {STILL} steps in a row, {usual:.2g} before"
+                self._sudden.append(Symptom("no gradient", "warning", NOWHERE, 0.0, text))
 
     def read(self, step: int) -> tuple[bool, bool]:
         """Reads what the step before has left; returns whether there was anything, and whether it looks wrong."""
@@ -177,7 +189,3 @@ class EveryStep:
             self._weights = dict(state["weights"])
             if self.pulse is not None:
                 self.pulse.weights.load(self._weights)
-
-
-def _receiver(band: LossBand, step: int) -> Callable[[Tensor], None]:
-    return lambda value: band.add(step, float(value))

@@ -10,6 +10,7 @@
 | sees the future | queries see later keys, which were hidden in all steps before |
 | weights overwritten | a matrix moved by 30 % in one step, 8 times as far as any in 32 steps before |
 | steps too large | weights move by 3 % in each of three steps, three times as far as ever before |
+| no gradient | the gradient's norm, where it is passed in, is 0 in three steps |
 | same batch again | the same batch three times in a row, or twice as often as ever before |
 | not finite | an output, or the loss, is NaN or infinite |
 | loss jumped, attention with it | the loss left its band, and logits or norms of q and k moved |
@@ -31,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from regard.health.checks import dead, diffuse, exploding_logits, leak, not_finite
+from regard.health.checks import dead, diffuse, exploding_logits, gradients, leak, not_finite
 from regard.health.checks.finding import LOGIT_LIMIT
 from regard.health.watching.sample import WATCHED
 from regard.health.watching.symptoms import Flags, Place, Symptom, Symptoms
@@ -43,7 +44,7 @@ CLIP_LOWER = "a lower threshold of QK-clip"  # where one is in use
 BOUND = f"regard.using(model, qk_norm=True), {CLIP}, or regard.using(model, softcap=30)"
 LARGE, SMALL, DEAD, NOT_FINITE = "scores too large", "scores too small", "values lost", "not finite"
 MOVED, DATA = "loss jumped, attention with it", "loss jumped, attention as before"
-RISING = "loss rising"
+RISING, STILL = "loss rising", "no gradient"
 FUTURE, OVERWRITTEN, STEPS, AGAIN = leak.RULE.kind, "weights overwritten", "steps too large", "same batch again"
 ROOTS, FOLLOWS = (FUTURE, OVERWRITTEN, STEPS, AGAIN), 32  # what has consequences, and for how many steps
 LOSSES = (MOVED, DATA, RISING)  # what the loss alone shows
@@ -65,12 +66,14 @@ ACTIONS = {
     OVERWRITTEN: "look for what wrote them besides the optimizer: a checkpoint that was loaded in part or in another "
     "layout, an initialisation, an edit; go back to a checkpoint from before",
     STEPS: "lower the learning rate, and look at its schedule and at the optimizer's state",
+    STILL: "look at the loss scale in float16, at frozen weights and at labels that are all ignored",
     AGAIN: "look at the data loader: its iterator does not move on",
     DATA: "look at the batches of these steps: shuffled or binary data, a new source, labels out of step",
 }
 CODES = {
     LARGE: exploding_logits.RULE.code, SMALL: diffuse.RULE.code, DEAD: dead.RULE.code,
     NOT_FINITE: not_finite.RULE.code, FUTURE: leak.RULE.code,
+    STILL: gradients.MISSING.code,
 }  # fmt: skip
 RULES = {check.RULE.kind: check.RULE for check in WATCHED}
 ORDER = ("note", "warning", "critical")

@@ -2,6 +2,7 @@
 
 python -m museum [SLUG …] [--json FILE] [--page FILE]
 python -m museum --read FILE --page docs/museum.md      # the page from a run that was kept
+python -m museum --rivals FILE --page docs/museum.md    # what rivals said from an older run: they are slow
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from typing import Any
 
 import museum
 import regard
-from museum import rivals
+from museum import rivals, unseen
 from museum.page import COUNTED, make_page, summarise
 
 FIELDS = ("LINK", "SYMPTOM", "NEEDS", "make", "sound")
 KINDS = ("code", "kind", "cause", "evidence")
-OTHERS = ("parts", "page", "rivals", "__main__")
+OTHERS = ("parts", "page", "rivals", "unseen", "__main__")
 
 
 def list_bugs() -> list[str]:
-    """Returns the slugs of all bugs, sorted."""
-    return sorted(one.name for one in pkgutil.iter_modules(museum.__path__) if one.name not in OTHERS)
+    """Returns the slugs of all bugs, sorted; those of `museum/unseen/` last, as "unseen.NAME"."""
+    first, later = (sorted(one.name for one in pkgutil.iter_modules(one.__path__)) for one in (museum, unseen))
+    return [name for name in first if name not in OTHERS] + [f"unseen.{name}" for name in later if name != "parts"]
 
 
 def load(slug: str) -> Any:
@@ -35,7 +37,7 @@ def load(slug: str) -> Any:
     bug = importlib.import_module(f"museum.{slug}")
     absent = [name for name in FIELDS if not hasattr(bug, name)]
     if absent:
-        raise AttributeError(f"museum/{slug}.py has no {', '.join(absent)}")
+        raise AttributeError(f"museum/{slug.replace('.', '/')}.py has no {', '.join(absent)}")
     return bug
 
 
@@ -49,6 +51,7 @@ def score(slug: str) -> dict[str, Any]:
     known = {one.code for one in twin.failures}
     new = [one for one in verdict.failures if one.code not in known]
     said = " ".join(str(getattr(one, name, "")) for one in new for name in KINDS).lower()
+    said = said.replace(slug.rpartition(".")[2], "")  # the name of the bug's own file says nothing
     first = [describe(cause.finding) for cause in verdict.diagnosis if cause.finding in new]
     return {
         "slug": slug, "title": (bug.__doc__ or slug).strip().split("\n")[0], "link": bug.LINK, "symptom": bug.SYMPTOM,
@@ -94,19 +97,28 @@ def print_row(row: dict[str, Any]) -> None:
         print(f"    FALSE ALARM ON THE TWIN: {line[:200]}")
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows that `--json` wrote."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser("python -m museum", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("slugs", nargs="*", metavar="SLUG", help="bugs to score; all by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON lines, one per bug")
     parser.add_argument("--read", type=Path, metavar="FILE", help="take what --json wrote, and score nothing")
+    parser.add_argument("--rivals", type=Path, metavar="FILE", help="take what rivals said from what --json wrote")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the gallery, a Markdown page")
     options = parser.parse_args()
-    rows = []
+    rows, told = [], {}
+    if options.rivals:
+        told = {row["slug"]: row["rivals"] for row in read_rows(options.rivals)}
     if options.read:
-        rows = [json.loads(line) for line in options.read.read_text(encoding="utf-8").splitlines()]
+        rows = read_rows(options.read)
     else:
         for slug in options.slugs or list_bugs():
             rows.append(score(slug))
+            rows[-1]["rivals"] = told.get(slug, rows[-1]["rivals"])
             print_row(rows[-1])
     if options.json:
         options.json.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")

@@ -65,9 +65,9 @@ tool is given the model and its batches, and nothing else.{left}
 
 *Found*: a failure that the sound twin does not have. *Named*: its line has a word of the cause (`NEEDS` in the bug's
 file); what rivals say is not judged. An alarm on a sound twin counts whatever it says. Those who wrote the checks knew
-the first {len(rows) - unseen} of these bugs. The last {unseen} (`museum/unseen/`) were written by engineers who had seen neither
-the checks nor this museum; their misses were read and mended afterwards, so that no rate here is one of unseen bugs:
-[the record](records/calibration.md) has what was found at first sight.
+the first {len(rows) - unseen} of these bugs. The last {unseen} (`museum/unseen/`) were written by engineers who had
+seen neither the checks nor this museum; their misses were read and mended afterwards, so that no rate here is one of
+unseen bugs: [the record](records/calibration.md) has what was found at first sight.
 
 {head}{board}
 

@@ -91,13 +91,13 @@ CASES = [
     ("rotary_of_config", "modernbert", {}, lambda model: set_rotary(model, 0.5), "RG416"),
     ("rotary_of_config", "gpt_neox", {}, halve_angles, "RG416"),
     ("rotary_of_config", "llama", YARN, drop_yarn, "RG416"),
-    ("yarn_factor", "llama", YARN, double_yarn, "RG411"),
+    ("call_of_config", "llama", YARN, double_yarn, "RG411"),
     ("scale_of_config", "gemma2", {"query_pre_attn_scalar": 24}, set_all("scaling", 8**-0.5), "RG410"),
     ("scale_of_config", "granite", {}, set_all("scaling", 8**-0.5), "RG410"),
-    ("softcap_of_config", "gemma2", {}, set_all("attn_logit_softcapping", None), "RG412"),
+    ("call_of_config", "gemma2", {}, set_all("attn_logit_softcapping", None), "RG412"),
     ("window_of_config", "mistral", {}, widen_window, "RG413"),
     ("window_of_config", "gemma2", {}, lose_window, "RG413"),
-    ("sinks_unused", "gpt_oss", {}, drop_sinks, "RG414"),
+    ("call_of_config", "gpt_oss", {}, drop_sinks, "RG414"),
 ]  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_a_changed_model_is_found_and_its_twin_is_not(check, name, more, breaks,
 @pytest.mark.parametrize("repeats", [False, True])
 def test_key_value_heads_serve_their_own_queries(repeats):
     torch.manual_seed(0)
-    assert codes(run_check("groups_of_heads", GroupedModel(repeats), tokens(2, 12))) == ["RG415"] * repeats
+    assert codes(run_check("call_of_config", GroupedModel(repeats), tokens(2, 12))) == ["RG415"] * repeats
 
 
 def attend(mistake, module, query, key, value, mask, **given):
@@ -185,9 +185,9 @@ def test_a_mask_of_the_batch_that_a_layer_does_not_use_is_named():
     seen = torch.ones(12, 12, dtype=torch.bool).tril()
     seen[6:, :6] = False  # two documents
     batch = dict(input_ids=ids, attention_mask=seen.expand(2, 1, -1, -1))
-    assert run_check("given_mask", model, batch) == []
+    assert run_check("visible_keys", model, batch) == []
     for module in attentions(model):
         module.register_forward_pre_hook(
             lambda module, args, given: (args, {**given, "attention_mask": None}), with_kwargs=True
         )
-    assert codes(run_check("given_mask", model, batch)) == ["RG430"]
+    assert codes(run_check("visible_keys", model, batch)) == ["RG430"]

@@ -53,11 +53,12 @@ def judge(model, batch=None, codes=RULES, causal=None):
     random = torch.get_rng_state()
     with evaluation_mode(list(model.named_modules())), torch.no_grad(), torch.random.fork_rng([]), trial.probe.active():
         for module in checks.modules():
-            if checks.runs_model(module) and module.RULES[0].code in codes:
+            if checks.runs_model(module) and any(rule.code in codes for rule in module.RULES):
                 try:
                     found |= {one.code: one for one in module.check(trial)}
                 except NotApplicable as reason:
                     skipped[module.RULES[0].code] = str(reason)
+        skipped |= {rule.code: str(reason) for rule, reason in trial.skipped if rule.code in codes}
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert modes == [module.training for module in model.modules()] and torch.equal(random, torch.get_rng_state())
     return found, skipped

@@ -34,10 +34,10 @@ def test_logits_that_compare_all_texts_with_all_images_mix_no_sequences(name):
 def test_logits_that_compare_all_texts_with_all_images_are_those_of_a_row_alone(name):
     batch = dict(input_ids=ids(3, 20), pixel_values=torch.randn(3, 3, 16, 16))
     model = two_towers(name)
-    assert codes(run_check("row_alone", model, batch)) == codes(run_check("padding", model, batch)) == []
+    assert codes(run_check("sequences", model, batch)) == codes(run_check("padding", model, batch)) == []
     tower = model.text_model
     tower.register_forward_hook(lambda module, given, output: mixed(output))
-    assert codes(run_check("row_alone", model, batch)) == ["RG212"]
+    assert codes(run_check("sequences", model, batch)) == ["RG212"]
 
 
 def test_a_tower_of_images_with_as_many_patches_as_the_text_has_tokens_sees_no_padding():
@@ -187,4 +187,4 @@ def test_arguments_of_one_number_for_each_row_are_taken_with_it():
             return self.attention(x * timestep.view(-1, 1, 1))
 
     batch = dict(x=torch.randn(2, 12, 32), timestep=torch.tensor([0.3, 2.0]))
-    assert codes(run_check("row_alone", Denoiser(), batch)) == []
+    assert codes(run_check("sequences", Denoiser(), batch)) == []

@@ -9,7 +9,7 @@ from torch import nn
 
 import regard
 from regard.health import checks, examine
-from regard.health.checks.exploding_logits import critical_limit
+from regard.health.checks.large_logits import critical_limit
 from regard.health.models.tiny import TinyLM, encode
 
 HEADS, LENGTH, WIDTH = 8, 64, 32

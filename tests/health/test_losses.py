@@ -102,12 +102,13 @@ def judge(model, batches, codes=("RG1", "RG2", "RG8"), loss=None, causal=None):
     one, found, skipped = trial(model, batches, loss, causal), {}, {}
     with evaluation_mode(list(model.named_modules())), torch.no_grad(), one.probe.active():
         for module in filter(checks.runs_model, checks.modules()):
-            if module.RULES[0].code.startswith(codes):
+            if any(rule.code.startswith(codes) for rule in module.RULES):
                 try:
                     found |= {finding.code: finding for finding in module.check(one)}
                 except NotApplicable as reason:
                     skipped[module.RULES[0].code] = str(reason)
-    return found, skipped
+    left = {rule.code: str(reason) for rule, reason in one.skipped if rule.code.startswith(codes)}
+    return found, skipped | left
 
 
 def losses_of(model, batches, loss=None):

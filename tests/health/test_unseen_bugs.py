@@ -107,7 +107,7 @@ class HidesToken(TinyGPT):
 def test_a_token_that_is_taken_for_padding(at_end):
     ids = make_text(2, 20)
     ids[0, 7] = ids[1, 11] = ids[1, 19] = 3
-    found = run_check("hidden_text", build(lambda: HidesToken(3, at_end)), ids)
+    found = run_check("visible_keys", build(lambda: HidesToken(3, at_end)), ids)
     assert codes(found) == ["RG117"] * (not at_end)
 
 

@@ -63,13 +63,7 @@ OTHER_KERNEL = Rule(
 
 def check(trial: Trial) -> list[Finding]:
     trial.require_causal()
-    found: list[Finding] = []
-    for rule, find in WAYS:
-        try:
-            found += find(trial, rule)
-        except Exception as reason:  # one way does not keep the others from being tried
-            trial.skipped.append((rule, reason))
-    return found
+    return trial.ask_each(WAYS)
 
 
 def in_mode(name: str) -> Callable[[Trial, Rule], list[Finding]]:

@@ -1,4 +1,4 @@
-"""Sequences mixed: one sequence of a batch changes the output of another, as attention over the batch axis does."""
+"""Rows of a batch: one changes no other, as attention over the batch axis does, and gives the same alone."""
 
 import re
 from collections.abc import Mapping
@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
+from regard.health.probe.differences import alone_in_batch, largest_change
 from regard.health.probe.probe import relative_change
 from regard.health.probe.trial import Trial
 from regard.health.tokens.text import TokenBatch, exchange_tokens
 
-RULE = Rule(
+MIXED = Rule(
     "RG201", "sequences mixed", "the sequences of a batch do not change one another",
     "critical", needs="token ids of two sequences",
     proves="Proves that one sequence's outputs depend on another sequence.",
@@ -22,11 +23,10 @@ RULE = Rule(
     "scaled_dot_product_attention.",
     explains=("RG202", "RG203", "RG212", "RG213", "RG803"),
 )  # fmt: skip
-RULES = (RULE,)
 PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech|media|eoi|boi).*_token_(id|index)$")
 
 
-def check(trial: Trial) -> list[Finding]:
+def check_mixed(trial: Trial, rule: Rule) -> list[Finding]:
     trial.require_repeatable()
     trial.require_sequences()
     tokens = trial.sample
@@ -50,7 +50,7 @@ def check(trial: Trial) -> list[Finding]:
         name = max(amounts, key=lambda one: amounts[one])
         if amounts[name] > trial.tolerance:
             require_single_rows(trial)
-            return report(trial, kept, other, f" {name!r}" if len(before) > 1 else "", amounts[name])
+            return report(trial, rule, kept, other, f" {name!r}" if len(before) > 1 else "", amounts[name])
     return []
 
 
@@ -69,7 +69,7 @@ def require_single_rows(trial: Trial) -> None:
         raise NotApplicable("the model does not take one row alone: its rows belong together") from error
 
 
-def report(trial: Trial, kept: list[int], other: TokenBatch, output: str, amount: float) -> list[Finding]:
+def report(trial: Trial, rule: Rule, kept: list[int], other: TokenBatch, output: str, amount: float) -> list[Finding]:
     """[Finding], with the first layer at which another sequence's tokens arrive."""
     _, calls = trial.probe.capture(other)
     keys = [
@@ -87,7 +87,7 @@ def report(trial: Trial, kept: list[int], other: TokenBatch, output: str, amount
     ]  # fmt: skip
     where = f" The attention of {over[0][0]} runs over the {rows} rows of the batch, not over tokens." if over else ""
     return trial.find(
-        RULE, "critical", (over or keys)[:1],
+        rule, "critical", (over or keys)[:1],
         f"Other tokens in one sequence of a batch change the output{output} for another by {amount:.2g} of its "
         f"size.{where}",
         f"relative change of another sequence > {trial.tolerance:g}",
@@ -110,3 +110,39 @@ def outputs_of(result: Any, batch: int) -> dict[str, Tensor]:
         if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[0] == batch
     }
     return {name: x for name, x in rows.items() if tuple(x.shape) != (batch, batch)}
+
+
+ALONE = Rule(
+    "RG212", "another answer in a batch", "a row alone gives what it gives in its batch", "critical",
+    needs="token ids of two sequences",
+    proves="Proves that the outputs for a row depend on how many rows are beside it.",
+    cause="A shape, a mask or a statistic is taken from the batch: its first row, its size, or its mean.",
+    fix="Take nothing from the batch axis: masks and positions per row, norms over features alone.",
+)  # fmt: skip
+
+
+def check_alone(trial: Trial, rule: Rule) -> list[Finding]:
+    trial.require_repeatable()
+    trial.require_sequences()
+    tokens, output = trial.sample, trial.captured[0]
+    rows = tokens.targets.shape[0]
+    if rows < 2 or output.shape[0] != rows:
+        raise NotApplicable("the batches hold one sequence each")
+    for row in (rows - 1, 0):
+        alone = trial.probe.run(tokens.select(torch.tensor([row], device=tokens.targets.device)))
+        amount = largest_change(*alone_in_batch(output, alone, row))
+        if amount > trial.rounding:
+            return trial.find(
+                rule, "critical", [],
+                f"Row {row} of a batch of {rows}, run alone, gives an output that differs by {amount:.2g} of its size.",
+                f"relative change of a row > {trial.rounding:.2g}, which rounding explains",
+            )  # fmt: skip
+    return []
+
+
+WAYS = ((MIXED, check_mixed), (ALONE, check_alone))
+RULES = tuple(rule for rule, _ in WAYS)
+
+
+def check(trial: Trial) -> list[Finding]:
+    return trial.ask_each(WAYS)

@@ -374,6 +374,16 @@ class Trial:
             return self.loss_reading
         return task.read(task.losses())
 
+    def ask_each(self, ways: Sequence[tuple[Rule, Callable[[Trial, Rule], list[Finding]]]]) -> list[Finding]:
+        """The findings of several rules of one file; why one could not be asked is kept in `skipped`."""
+        found: list[Finding] = []
+        for rule, find in ways:
+            try:
+                found += find(self, rule)
+            except Exception as reason:  # one does not keep the others from being asked
+                self.skipped.append((rule, reason))
+        return found
+
     def layer_of(self, key: Key):
         """The layer of the report that a captured call belongs to, None if it has none."""
         same = (layer for layer in self.layers if layer.name == key[0])

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from regard.health.checks import dead, diffuse, exploding_logits, gradients, leak, not_finite
+from regard.health.checks import dead, diffuse, gradients, large_logits, leak, not_finite
 from regard.health.checks.finding import LOGIT_LIMIT
 from regard.health.watching.sample import WATCHED
 from regard.health.watching.symptoms import Flags, Place, Symptom, Symptoms
@@ -71,11 +71,11 @@ ACTIONS = {
     DATA: "look at the batches of these steps: shuffled or binary data, a new source, labels out of step",
 }
 CODES = {
-    LARGE: exploding_logits.RULE.code, SMALL: diffuse.RULE.code, DEAD: dead.RULE.code,
+    LARGE: large_logits.EXPLODING.code, SMALL: diffuse.RULE.code, DEAD: dead.RULE.code,
     NOT_FINITE: not_finite.RULE.code, FUTURE: leak.RULE.code,
     STILL: gradients.MISSING.code,
 }  # fmt: skip
-RULES = {check.RULE.kind: check.RULE for check in WATCHED}
+RULES = {rule.kind: rule for check in WATCHED for rule in check.RULES}
 ORDER = ("note", "warning", "critical")
 SUSPICIOUS = ("exploding logits", "collapsed", "dying gradient", "dead")  # a head that has one draws samples closer
 WORSE_BELOW = ("collapsed", "dead", "falling", "values fell")  # kinds whose worst head has the smallest number

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.health.checks import collapsed, dead, diffuse, dying_gradient, exploding_logits, scale_off
+from regard.health.checks import dead, diffuse, large_logits, scale_off
 from regard.health.checks.finding import LOGIT_LIMIT
 from regard.health.measure.histogram import ROW
 from regard.health.measure.layer_reading import LayerReading
@@ -44,8 +44,8 @@ MEANS = {  # column -> the count that weights it
     "median_activation": "rows",  # of the block around the layer, as its largest one; over ranks the mean of medians
 }
 NORMS = ("q_norm", "k_norm", "v_norm")
-WATCHED = (exploding_logits, collapsed, dying_gradient, scale_off, dead, diffuse)  # checks made in every sample
-FLAGS = (*(check.RULE.kind for check in WATCHED), "positional", "bounded")
+WATCHED = (large_logits, scale_off, dead, diffuse)  # checks made in every sample
+FLAGS = (*(rule.kind for check in WATCHED for rule in check.RULES), "positional", "bounded")
 LARGEST = ("max_logit", "largest_activation")
 COLUMNS = (*COUNTS, *LARGEST, *MEANS, *FLAGS, "not_finite")
 AT = {name: column for column, name in enumerate(COLUMNS)}

@@ -87,7 +87,7 @@ class Symptoms:
         unknown = {
             place for place, row in zip(places, rows, strict=True) if row["entropy_ratio"] != row["entropy_ratio"]
         }
-        for kind in (check.RULE.kind for check in WATCHED):
+        for kind in (rule.kind for check in WATCHED for rule in check.RULES):
             found, describe = flags.get(kind, {}), NUMBERS.get(kind, format_number)
             wide = kind in WIDE and len(found) > MOST * len(places)
             self._wide_streaks[kind] = self._wide_streaks.get(kind, 0) + 1 if wide else 0

@@ -37,7 +37,7 @@ def test_logits_that_compare_all_texts_with_all_images_are_those_of_a_row_alone(
     assert codes(run_check("sequences", model, batch)) == codes(run_check("padding", model, batch)) == []
     tower = model.text_model
     tower.register_forward_hook(lambda module, given, output: mixed(output))
-    assert codes(run_check("sequences", model, batch)) == ["RG212"]
+    assert "RG212" in codes(run_check("sequences", model, batch))
 
 
 def test_a_tower_of_images_with_as_many_patches_as_the_text_has_tokens_sees_no_padding():
@@ -131,7 +131,7 @@ class OverBatch(nn.Module):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_over_the_batch_is_named_whichever_way_it_looks(causal):
-    assert codes(run_check("sequences", OverBatch(causal), ids(3, 12))) == ["RG201"]
+    assert "RG201" in codes(run_check("sequences", OverBatch(causal), ids(3, 12)))
 
 
 def test_equal_nan_are_equal():

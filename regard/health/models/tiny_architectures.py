@@ -188,6 +188,7 @@ SIZES: list[tuple[str, Any]] = [
     (r".*(state_size|d_state|ssm_state.*)", _limit(8)),
     (r".*(lora_rank|_rank|r_dim)|lora_dim", 16),
     (r"num_mel_bins|feature_size|n_mels|num_mel.*", _limit(16)),
+    (r"num_pos_feats", WIDTH // 2),  # a sine and a cosine each
     (r".*(conv_kernel|kernel_size|stride|expand|multiplier|factor|type_vocab.*|num_channels|in_channels).*", None),
     (r".*(intermediate|ffn|ff_|mlp|inner|feedforward|feed_forward|d_ff|fc_).*", WIDTH),
     (r".*(hidden|d_model|n_embd|embed|width|model_dim|emb_dim|encoder_dim|decoder_dim|bottleneck).*", WIDTH),
@@ -294,7 +295,23 @@ _FULL_AND_SLIDING = ["sliding_attention", "full_attention"]
 _GEMMA4 = dict(num_hidden_layers=2, layer_types=_FULL_AND_SLIDING, global_head_dim=32, hidden_size_per_layer_input=16)
 _MAMBA2_HYBRID = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_expand=2)
 _SWIN = dict(depths=(2, 2), num_heads=(3, 6), embed_dim=24, image_size=32, window_size=4)  # 8 × 8, then 4 × 4 patches
+_HIERA = (16, 32, 32, 32)  # widths of SAM 2's stages
 PATCHES: dict[str, dict[str, Any]] = {
+    "sam2_hiera_det_model": dict(
+        hidden_size=_HIERA[0], image_size=[64, 64], blocks_per_stage=[1, 1, 1, 1], embed_dim_per_stage=[*_HIERA],
+        num_attention_heads_per_stage=[1, 2, 2, 2], window_size_per_stage=[4, 4, 2, 2], global_attention_blocks=[2],
+    ),
+    "sam2_vision_model": dict(
+        backbone_channel_list=[*_HIERA[::-1]], backbone_feature_sizes=[[16, 16], [8, 8], [4, 4]]
+    ),
+    "sam2_prompt_encoder": dict(image_size=64, patch_size=16),
+    "mobilevitv2": dict(image_size=64),  # of which 32 × 32 pixels make a place
+    "pp_formulanet_vision": dict(post_conv_in_channels=WIDTH),
+    "swin2sr": dict(depths=(2, 2), num_heads=(2, 2), embed_dim=32, window_size=4),
+    "textnet": dict(stem_out_channels=32),
+    "vits": dict(  # random durations would say a token for minutes; without noise two forwards are equal
+        speaking_rate=1e9, noise_scale=0.0, noise_scale_duration=0.0, upsample_initial_channel=32, spectrogram_bins=17,
+    ),
     "swin": _SWIN,
     "swinv2": _SWIN,
     "donut-swin": _SWIN,

@@ -13,7 +13,7 @@ from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.probe import relative_change
 from regard.health.probe.texts import LENGTHS, find_documents
 from regard.health.probe.trial import SEQUENCES, Trial
-from regard.health.tokens.text import TokenBatch, exchange_tokens
+from regard.health.tokens.text import TokenBatch
 
 RULE = Rule(
     "RG102", "documents mixed", "packed documents do not change one another",
@@ -33,7 +33,7 @@ def check(trial: Trial) -> list[Finding]:
     tokens, start, why = find_packed(trial)
     first = torch.arange(tokens.ids.shape[1], device=start.device) < start[:, None]  # [B, N]
     before, calls = trial.probe.capture(tokens)
-    after = trial.probe.run(tokens.with_ids(exchange_tokens(tokens.ids, first)))
+    after = trial.probe.run(tokens.with_ids(tokens.exchange(tokens.ids, first)))
     if before.ndim < 3 or before.shape[:2] != tokens.ids.shape:
         raise NotApplicable("the output has no row per token")
     amount = relative_change(before[~first], after[~first])

@@ -18,7 +18,7 @@ from regard.health.probe.differences import largest_change
 from regard.health.probe.library import foreign_code, is_library_model
 from regard.health.probe.texts import find_documents
 from regard.health.probe.trial import Trial
-from regard.health.tokens.text import TokenBatch, exchange_tokens
+from regard.health.tokens.text import TokenBatch
 
 PACKED = Rule(
     "RG215", "packing mixes documents", "packed documents give what they give alone", "warning",
@@ -115,8 +115,8 @@ def lengths_of(first: Tensor, second: Tensor) -> dict[str, Any]:
 
 def untold_documents(trial: Trial) -> list[Finding]:
     """Rows with an end of text inside, in batches where nothing tells documents apart."""
-    ends = {getattr(holder, "eos_token_id", None) for holder in (getattr(trial.model, "config", None), trial.tokenizer)}
-    end = next((one for one in ends if isinstance(one, int)), None)
+    ends = [getattr(one, "eos_token_id", None) for one in (getattr(trial.model, "config", None), trial.tokenizer)]
+    end = next((one for given in ends for one in (given if isinstance(given, list) else [given]) if one is not None), None)
     tokens = trial.tokens
     if end is None or tokens.has_decoder or "position_ids" in tokens.named or find_documents(tokens) is not None:
         return []
@@ -129,7 +129,7 @@ def untold_documents(trial: Trial) -> list[Finding]:
     row = int(rows.nonzero()[0])
     start = int(inside[row].nonzero()[0]) + 1
     first = (torch.arange(ids.shape[1], device=ids.device) < start).expand_as(ids)
-    changed = trial.probe.run(tokens.with_targets(exchange_tokens(ids, first & (ids != end))))
+    changed = trial.probe.run(tokens.with_targets(tokens.exchange(ids, first & (ids != end))))
     amount = largest_change(trial.captured[0][row : row + 1, start:], changed[row : row + 1, start:])
     if amount <= trial.rounding:
         return []

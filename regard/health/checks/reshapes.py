@@ -16,7 +16,6 @@ from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.probe import CapturedCall, Key, StopForward
 from regard.health.probe.trial import Trial
-from regard.health.tokens.text import exchange_tokens
 
 RULE = Rule(
     "RG701", "heads mixed with time", "heads and tokens are not mixed by a reshape",
@@ -81,7 +80,7 @@ def inputs_mixed(trial: Trial, one: CapturedCall) -> str:
     at = ids.shape[1] - 2
     where = torch.zeros(ids.shape[:2], dtype=torch.bool, device=ids.device)
     where[:, at] = True
-    _, after = trial.probe.capture(trial.sample.with_targets(exchange_tokens(ids, where)))
+    _, after = trial.probe.capture(trial.sample.with_targets(trial.sample.exchange(ids, where)))
     other = after.get(one.key)
     if other is None or other.q.shape != one.q.shape:
         return ""

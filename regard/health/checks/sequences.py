@@ -1,18 +1,17 @@
 """Rows of a batch: one changes no other, as attention over the batch axis does, and gives the same alone."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, Rule
 from regard.health.probe.differences import alone_in_batch, largest_change
 from regard.health.probe.probe import relative_change
 from regard.health.probe.trial import Trial
-from regard.health.tokens.text import TokenBatch, exchange_tokens
+from regard.health.tokens.text import TokenBatch
 
 MIXED = Rule(
     "RG201", "sequences mixed", "the sequences of a batch do not change one another",
@@ -23,42 +22,31 @@ MIXED = Rule(
     "scaled_dot_product_attention.",
     explains=("RG202", "RG203", "RG212", "RG213", "RG803"),
 )  # fmt: skip
-PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech|media|eoi|boi).*_token_(id|index)$")
 
 
 def check_mixed(trial: Trial, rule: Rule) -> list[Finding]:
     trial.require_repeatable()
     trial.require_sequences()
     tokens = trial.sample
-    held = None if tokens.ids.is_floating_point() else placeholders_of(trial.model).to(tokens.ids)
     batch = tokens.ids.shape[0]
+    shape = batch, tokens.ids.shape[1] if tokens.ids.ndim > 1 else 1
     if batch < 2:
         raise NotApplicable("the batches hold one sequence each")
-    before = outputs_of(trial.probe.run_model(tokens), batch)
+    before = outputs_of(trial.probe.run_model(tokens), *shape)
     if not before:
         raise NotApplicable("no output has a row per sequence")
     for changed in (slice(1, None), slice(0, batch - 1)):  # a causal order over the batch shows one way alone
         where = torch.zeros(tokens.ids.shape[:2], dtype=torch.bool, device=tokens.ids.device)
         where[changed] = True
         kept = [row for row in range(batch) if not bool(where[row].any())]
-        ids = exchange_tokens(tokens.ids, where)
-        if held is not None and len(held):  # an image's places are filled from the batch's images in their order
-            ids = torch.where(torch.isin(tokens.ids, held) | torch.isin(ids, held), tokens.ids, ids)
-        other = tokens.with_ids(ids)
-        after = outputs_of(trial.probe.run_model(other), batch)
+        other = tokens.with_ids(tokens.exchange(tokens.ids, where))
+        after = outputs_of(trial.probe.run_model(other), *shape)
         amounts = {name: relative_change(x[kept], after[name][kept]) for name, x in before.items() if name in after}
         name = max(amounts, key=lambda one: amounts[one])
         if amounts[name] > trial.tolerance:
             require_single_rows(trial)
             return report(trial, rule, kept, other, f" {name!r}" if len(before) > 1 else "", amounts[name])
     return []
-
-
-def placeholders_of(model: nn.Module) -> Tensor:
-    """The ids of tokens that stand for images, sounds or videos, by the entries of the configuration."""
-    config = getattr(model, "config", None)
-    found = [value for name, value in vars(config).items() if PLACEHOLDER.search(name)] if config is not None else []
-    return torch.tensor(sorted({value for value in found if isinstance(value, int)}), dtype=torch.long)
 
 
 def require_single_rows(trial: Trial) -> None:
@@ -96,8 +84,8 @@ def report(trial: Trial, rule: Rule, kept: list[int], other: TokenBatch, output:
     )  # fmt: skip
 
 
-def outputs_of(result: Any, batch: int) -> dict[str, Tensor]:
-    """The outputs with a row per sequence, by name; without those that compare sequences [B, B], as CLIP's."""
+def outputs_of(result: Any, batch: int, length: int) -> dict[str, Tensor]:
+    """The outputs with a row per sequence, by name; without those of pairs of sequences [B, B, …], as CLIP's."""
     if isinstance(result, Tensor):
         named: dict[str, Any] = {"output": result}
     elif isinstance(result, Mapping):
@@ -109,7 +97,7 @@ def outputs_of(result: Any, batch: int) -> dict[str, Tensor]:
         for name, x in named.items()
         if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[0] == batch
     }
-    return {name: x for name, x in rows.items() if tuple(x.shape) != (batch, batch)}
+    return {name: x for name, x in rows.items() if tuple(x.shape[:2]) != (batch, batch) or x.shape[1] == length}
 
 
 ALONE = Rule(

@@ -90,7 +90,7 @@ def is_ignored(name: str) -> bool:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, float) or isinstance(b, float):
+    if a != b and (isinstance(a, float) or isinstance(b, float)):  # infinities are equal, their difference is NaN
         return abs(float(a) - float(b)) <= 1e-6 * abs(float(b))
     return a == b
 

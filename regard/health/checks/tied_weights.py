@@ -45,28 +45,33 @@ def is_tied_by_config(model: nn.Module) -> bool:
     return getattr(config, "tie_word_embeddings", getattr(inner, "tie_word_embeddings", False)) is True
 
 
-def leaves_head_alone(model: Any) -> bool:
-    """True of a library class that ties other weights than its output layer's, as Pop2Piano and LUKE do."""
+def find_pair(model: Any) -> tuple[Any, Any]:
+    """(embedding's weight, output layer's): the two that the class ties, which may be the decoder's embedding.
+
+    (None, None) of a library class that ties other weights than its output layer's, as Pop2Piano and LUKE do.
+    """
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None, None
+    weights = getattr(embedding, "weight", None), getattr(head, "weight", None)
     tied = getattr(model, "_tied_weights_keys", None)
     if not type(model).__module__.startswith("transformers.") or not isinstance(tied, dict):
-        return False
-    try:
-        head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return False
-    names = [f"{name}.weight" for name, module in model.named_modules() if module is head]
-    return not any(re.search(one, name) for name in names for pair in tied.items() for one in pair)
+        return weights
+    named = dict(model.named_parameters(remove_duplicate=False))
+    own = [f"{name}.weight" for name, module in model.named_modules() if module is head]
+    others = [(b if re.search(a, name) else a) for name in own for a, b in tied.items() if re.search(f"{a}|{b}", name)]
+    if not others:
+        return None, None
+    partner = next((p for name, p in named.items() if any(re.search(one, name) for one in others)), None)
+    return (weights[0] if partner is None else partner), weights[1]
 
 
 def find_untied(trial: Trial) -> list:
     model: Any = trial.model
-    if not is_tied_by_config(model) or not hasattr(model, "get_output_embeddings") or leaves_head_alone(model):
+    if not is_tied_by_config(model):
         return []
-    try:
-        pair = model.get_input_embeddings(), model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return []
-    a, b = (getattr(one, "weight", None) for one in pair)
+    a, b = find_pair(model)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a is b or a.shape != b.shape or a.is_meta or b.is_meta:
         return []
     if a.data_ptr() == b.data_ptr() or a.equal(b):

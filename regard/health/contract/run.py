@@ -104,6 +104,7 @@ def run_checks(
             stack.enter_context(preserved(trial.model))
             if has_runs:
                 stack.enter_context(trial.probe.active())
+                trial.probe.deadline = started + seconds
             for number, module in enumerate(wanted):
                 if progress is not None:
                     progress(module.RULES[0].code, number, len(wanted))
@@ -111,6 +112,8 @@ def run_checks(
                     result.skip(module.RULES, f"out of time: {seconds:g} s had passed")
                     continue
                 findings = _check(module, trial, result, findings, chosen)
+            if has_runs:
+                trial.probe.deadline = float("inf")
             number = len(wanted)
             for rule, why in dict.fromkeys(trial.skipped):
                 is_raised = isinstance(why, Exception) and not isinstance(why, NotApplicable)
@@ -156,7 +159,11 @@ def _check(
         result.skip(module.RULES, describe_raised(error))
     else:
         result.done.append(checks.name_of(module))
-        result.made += [rule.code for rule in module.RULES]
+        made = {one.code for one in new} if trial.is_stopped else {rule.code for rule in module.RULES}
+        result.made += sorted(made)
+        left = [rule for rule in module.RULES if rule.code not in made]
+        if left:  # a check that goes on without a part proves nothing by passing
+            result.skip(left, "out of time: the check was not finished")
         findings = _merge(findings, [one for one in new if chosen is None or one.code in chosen])
     for part, training in modes:
         part.training = training

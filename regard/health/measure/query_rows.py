@@ -82,6 +82,7 @@ def is_inverted(batch: Any, pad: int | None = None) -> bool:
 def pad_of(model: nn.Module) -> int | None:
     """Returns the id that only pads, by the model's configuration; None if it also begins or ends texts."""
     config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config  # of Idefics 3, the outer one is outdated
     pad, *others = (getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "decoder_start"))
     return None if any(pad in (x if isinstance(x, list | tuple) else (x,)) for x in others) else pad
 

@@ -33,6 +33,10 @@ class NotBuilt(Exception):
     """Says in one line why an architecture could not be made small."""
 
 
+class NoClass(NotBuilt):
+    """Says that transformers has no such model class for a configuration."""
+
+
 def list_names() -> list[str]:
     """Returns the model types that transformers knows."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -115,9 +119,14 @@ def shrink(default: Any, way: str = WAYS[0], is_inner: bool = False, **options: 
     changed = {name: _shrink_field(name, value, given, table) for name, value in given.items()}
     for name in getattr(kind, "sub_configs", {}):
         inner = getattr(default, name, None)
+        if getattr(inner, "model_type", None) == "timm_backbone":  # of another library
+            from transformers import ResNetConfig
+
+            inner = ResNetConfig(out_indices=list(inner.out_indices))
         if inner is not None and hasattr(inner, "to_dict"):
             changed[name] = shrink(inner, way, is_inner=True)
     _fit_layers(changed, default)
+    _fit_feature_maps(changed, default)
     if "shallow" not in way:
         _fit_rotary(changed, default)
         patch = PATCHES.get(kind.model_type, {})
@@ -188,6 +197,7 @@ SIZES: list[tuple[str, Any]] = [
     (r".*(state_size|d_state|ssm_state.*)", _limit(8)),
     (r".*(lora_rank|_rank|r_dim)|lora_dim", 16),
     (r"num_mel_bins|feature_size|n_mels|num_mel.*", _limit(16)),
+    (r"upsample_groups", WIDTH),
     (r"num_pos_feats", WIDTH // 2),  # a sine and a cosine each
     (r".*(conv_kernel|kernel_size|stride|expand|multiplier|factor|type_vocab.*|num_channels|in_channels).*", None),
     (r".*(intermediate|ffn|ff_|mlp|inner|feedforward|feed_forward|d_ff|fc_).*", WIDTH),
@@ -263,6 +273,16 @@ def _fit_layers(changed: dict[str, Any], default: Any) -> None:
                 changed[name] = type(value)(value[: changed[count]])
 
 
+def _fit_feature_maps(changed: dict[str, Any], default: Any) -> None:
+    """Lets a backbone return as many feature maps as it does by default: of the same stages, or of the last layers."""
+    taken = getattr(default, "_out_indices", None)
+    if taken and "num_hidden_layers" in changed:
+        count = changed["num_hidden_layers"] = max(changed["num_hidden_layers"], len(taken))
+        taken = range(count - len(taken) + 1, count + 1)
+    if taken:
+        changed["out_indices"] = list(taken)
+
+
 def _fit_rotary(changed: dict[str, Any], default: Any) -> None:
     """Shortens lists of rotary frequencies to half of the small head."""
     if "mrope_section" in (getattr(default, "ignore_keys_at_rope_validation", None) or ()):
@@ -295,11 +315,12 @@ _FULL_AND_SLIDING = ["sliding_attention", "full_attention"]
 _GEMMA4 = dict(num_hidden_layers=2, layer_types=_FULL_AND_SLIDING, global_head_dim=32, hidden_size_per_layer_input=16)
 _MAMBA2_HYBRID = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_expand=2)
 _SWIN = dict(depths=(2, 2), num_heads=(3, 6), embed_dim=24, image_size=32, window_size=4)  # 8 × 8, then 4 × 4 patches
+_SERIES = dict(prediction_length=8, context_length=24)
 _HIERA = (16, 32, 32, 32)  # widths of SAM 2's stages
 PATCHES: dict[str, dict[str, Any]] = {
     "sam2_hiera_det_model": dict(
-        hidden_size=_HIERA[0], image_size=[64, 64], blocks_per_stage=[1, 1, 1, 1], embed_dim_per_stage=[*_HIERA],
-        num_attention_heads_per_stage=[1, 2, 2, 2], window_size_per_stage=[4, 4, 2, 2], global_attention_blocks=[2],
+        hidden_size=_HIERA[0], image_size=[64, 64], blocks_per_stage=[1, 1, 2, 1], embed_dim_per_stage=[*_HIERA],
+        num_attention_heads_per_stage=[1, 2, 2, 2], window_size_per_stage=[4, 4, 2, 2], global_attention_blocks=[3],
     ),
     "sam2_vision_model": dict(
         backbone_channel_list=[*_HIERA[::-1]], backbone_feature_sizes=[[16, 16], [8, 8], [4, 4]]
@@ -308,6 +329,9 @@ PATCHES: dict[str, dict[str, Any]] = {
     "mobilevitv2": dict(image_size=64),  # of which 32 × 32 pixels make a place
     "pp_formulanet_vision": dict(post_conv_in_channels=WIDTH),
     "swin2sr": dict(depths=(2, 2), num_heads=(2, 2), embed_dim=32, window_size=4),
+    "autoformer": _SERIES,
+    "informer": _SERIES,
+    "time_series_transformer": _SERIES,
     "textnet": dict(stem_out_channels=32),
     "vits": dict(  # random durations would say a token for minutes; without noise two forwards are equal
         speaking_rate=1e9, noise_scale=0.0, noise_scale_duration=0.0, upsample_initial_channel=32, spectrogram_bins=17,
@@ -374,7 +398,7 @@ def find_class(config: Any, kind: str | None = None) -> Any:
         for one in classes:
             if one.__name__.endswith(ending):
                 return one
-    raise NotBuilt(f"{name.rpartition('.')[2]} has no {kind or 'model'} for {type(config).__name__}")
+    raise NoClass(f"{name.rpartition('.')[2]} has no {kind or 'model'} for {type(config).__name__}")
 
 
 def spread_weights(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.models.tiny_architectures import WAYS, WIDTH, NotBuilt, build_model, one_line
+from regard.health.models.tiny_architectures import WAYS, WIDTH, NoClass, NotBuilt, build_model, one_line
 
 FIRST_TOKEN, LAST_TOKEN = 5, 95  # ordinary tokens
 GRID = 4  # patches of an image, up and across
@@ -19,8 +19,9 @@ IMAGES = ("pixel_values", "pixel_attention_mask", "spatial_shapes", "pixel_posit
 SOUNDS = ("input_features", "input_values", "input_features_mask", "audio_values")
 BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "input_feat_size",
         "feature_projection_input_dim", "num_mels", "mel_bins", "input_dim")  # fmt: skip
+SERIES = ("past_observed_mask", "past_time_features", "future_values", "future_time_features")
 TEXTS = ("bbox", "decoder_input_ids", "encoder_hidden_states")
-MORE = ((), ("pixel_values",), ("bbox",), IMAGES, SOUNDS, (*IMAGES, *SOUNDS, *TEXTS))  # tried in this order
+MORE = ((), ("pixel_values",), ("input_ids",), ("bbox",), IMAGES, SOUNDS, SERIES, (*IMAGES, *SOUNDS, *TEXTS))  # tried in this order
 LAYOUTS = 3  # of sounds and videos: see `Inputs`
 
 
@@ -40,6 +41,7 @@ def find_runnable(
         NotBuilt: Nothing ran; the reason is that of the first way.
     """
     reasons: list[str] = []
+    absent: list[str] = []
     for way in WAYS:
         try:
             config = make_config(way)
@@ -49,6 +51,9 @@ def find_runnable(
         for kind in kinds:
             try:
                 model = build_model(config, kind=kind, attention=attention)
+            except NoClass as error:
+                absent.append(str(error))
+                continue
             except NotBuilt as error:
                 reasons.append(str(error))
                 continue
@@ -67,7 +72,7 @@ def find_runnable(
                     reasons.append(str(error))
                 except Exception as error:
                     reasons.append(f"its forward raised {one_line(error)}")
-    raise NotBuilt(next((reason for reason in reasons if " has no " not in reason), reasons[0]))
+    raise NotBuilt((reasons or absent[-1:])[0])  # the plainest class is looked for last
 
 
 def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -96,6 +101,8 @@ def make_batch(
     batch = {}
     for name in dict.fromkeys(wanted):
         make = getattr(makers, name, None)
+        if make is None and name not in needed:
+            continue
         if make is None:
             raise NotBuilt(f"its forward takes {name}, for which no input is made here")
         batch[name] = make()
@@ -198,8 +205,21 @@ class Inputs:
 
     def past_values(self) -> Tensor:
         channels = self._number("num_input_channels", "input_size", default=1)
-        length = self._number("context_length", default=32)
-        return self._noise(self.rows, length, *((channels,) if self.layout == 0 else ()))
+        lags = max(getattr(self.config, "lags_sequence", None) or (0,))
+        length = self._number("context_length", default=32) + lags
+        return self._noise(self.rows, length, *((channels,) if self.layout == 0 and not (lags and channels == 1) else ()))
+
+    def past_observed_mask(self) -> Tensor:
+        return torch.ones_like(self.past_values())
+
+    def past_time_features(self) -> Tensor:
+        return self._noise(*self.past_values().shape[:2], self._number("num_time_features", default=0))
+
+    def future_values(self) -> Tensor:
+        return self._noise(self.rows, self._number("prediction_length", default=8))
+
+    def future_time_features(self) -> Tensor:
+        return self._noise(*self.future_values().shape[:2], self._number("num_time_features", default=0))
 
     def pixel_attention_mask(self) -> Tensor:
         return torch.ones(self.rows, GRID * GRID, dtype=torch.long)

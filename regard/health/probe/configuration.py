@@ -94,6 +94,8 @@ def layer_config(trial: Trial, one: CapturedCall) -> LayerConfig | None:
     if config is None:
         return None
     number = layer_number(module, one.key[0])
+    if getattr(config, "is_heterogeneous", False) is True and number is not None:
+        config = config.per_layer_config[number]  # the whole's entries raise where layers differ
     kind = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
     types = getattr(config, "layer_types", None)
     if not isinstance(kind, str) and types and number is not None and number < len(types):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.health.checks.rule import NotApplicable
 from regard.health.probe.probe import CapturedCall, Key, relative_change
 
 MARGIN = 16.0  # the budget over the measured change: a module rounds several times, and not at random
@@ -89,10 +90,15 @@ def alone_in_batch(output: Tensor, alone: Tensor, row: int) -> tuple[Tensor, Ten
     >>> from regard.health.probe.differences import alone_in_batch
     >>> alone_in_batch(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0]]), 1)
     (tensor([[3., 4.]]), tensor([[3., 5.]]))
+
+    Raises:
+        NotApplicable: Those logits went through a softmax over the batch, as VideoPRISM's do.
     """
     one = output[row : row + 1]
     if alone.shape != (1, 1) or output.ndim != 2 or output.shape[0] != output.shape[1]:
         return one, alone
+    if any(bool((output >= 0).all()) and torch.allclose(output.sum(axis), output.new_ones(())) for axis in (0, 1)):
+        raise NotApplicable("the output is a share of each sequence of the batch")
     changed = one.clone()
     changed[0, row] = alone[0, 0]
     return one, changed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from regard.health.tokens.text import TokenBatch
 
 Key = tuple[str, int]  # a module's name, and which use of it in a forward
 Transform = Callable[[Call, Key, Callable[[], Tensor]], Tensor]
+
+
+class OutOfTime(NotApplicable):
+    """Ends a check whose next forward would begin behind the deadline."""
 
 
 class StopForward(Exception):
@@ -56,6 +61,8 @@ class Probe:
         self._uses = UseCounter()
         self._transform: Transform | None = None
         self.extra: dict[str, Any] = {}  # keyword arguments of every forward
+        self.deadline = float("inf")  # of `time.perf_counter`, after which no forward begins
+        self.was_stopped = False  # by the deadline
         self._interception = Interception(model, swap=self._swap)
         self.modules, self.names = self._interception.modules, dict(self._interception.names)
         if part is not None and part is not model:
@@ -95,6 +102,9 @@ class Probe:
 
     def call(self, function: Callable[[], Any], transform: Transform | None = None) -> Any:
         """Returns function(), which runs the model, with `transform` on its calls."""
+        if time.perf_counter() > self.deadline:
+            self.was_stopped = True
+            raise OutOfTime("out of time")
         self._uses.begin()
         forget_derived()
         before, self._transform = self._transform, transform

@@ -13,7 +13,7 @@ from regard.health.checks.rule import NotApplicable
 from regard.health.probe.differences import row_changes
 from regard.health.probe.labels import IGNORED
 from regard.health.probe.probe import CapturedCall, Key
-from regard.health.tokens.text import TokenBatch, exchange_tokens
+from regard.health.tokens.text import TokenBatch
 
 if TYPE_CHECKING:
     from regard.health.probe.trial import Trial
@@ -184,7 +184,7 @@ def change_later(batch: TokenBatch, cut: int) -> TokenBatch:
     """The batch with other tokens from position `cut` on."""
     ids = batch.targets
     later = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[:2]) >= cut
-    return batch.with_targets(exchange_tokens(ids, later))
+    return batch.with_targets(batch.exchange(ids, later))
 
 
 def rows_that_count(batch: TokenBatch) -> Tensor:

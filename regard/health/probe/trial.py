@@ -21,7 +21,7 @@ from regard.health.probe.probe import CapturedCall, Key, Probe, relative_change
 from regard.health.probe.task import LossReading, Task, names_next_token, predicts_next_token
 from regard.health.probe.texts import Leak, change_later, choose_longest, find_leaks, plain_text
 from regard.health.tokens.forms import DECODERS
-from regard.health.tokens.text import TokenBatch, as_batch, as_token_batch, exchange_tokens
+from regard.health.tokens.text import TokenBatch, as_batch, as_token_batch
 
 SEQUENCES, LENGTH = 2, 128  # of the text on which the checks run
 ROWS = 4  # of images, sounds or vectors
@@ -59,6 +59,11 @@ class Trial:
     def probe(self) -> Probe:
         """Runs the model, and captures or changes its attention calls."""
         return Probe(self.model, self.part)
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a forward was refused because the time of the checks is over."""
+        return "probe" in vars(self) and self.probe.was_stopped
 
     @property
     def tokens(self) -> TokenBatch:
@@ -107,7 +112,7 @@ class Trial:
             return set(calls)
         ids = self.sample.targets
         try:
-            after = self.probe.capture(self.sample.with_targets(exchange_tokens(ids, torch.ones_like(ids).bool())))[1]
+            after = self.probe.capture(self.sample.with_targets(self.sample.exchange(ids, torch.ones_like(ids).bool())))[1]
         except Exception:  # places of images among the tokens: the text holds the images
             return set(calls)
         return {key for key, one in calls.items() if key not in after or not torch.equal(one.q, after[key].q)}

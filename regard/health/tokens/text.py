@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,6 +120,7 @@ class TokenBatch:
     own: Any  # the batch as the user gave it, None once it is cut or changed
     decoder: int | str | None = None  # of the decoder's ids
     labels: Tensor | None = None  # what should be predicted, whether forward takes it or not
+    held: tuple[int, ...] = ()  # ids that stand for images, sounds or videos, whose number must stay
 
     def get(self, key: int | str | None) -> Any:
         """The argument at a place or of a name; None if there is none."""
@@ -178,6 +180,14 @@ class TokenBatch:
     def with_targets(self, ids: Tensor) -> TokenBatch:
         """Returns the batch with other ids for those that the model continues."""
         return self.put(self.key if self.decoder is None else self.decoder, ids)
+
+    def exchange(self, ids: Tensor, where: Tensor) -> Tensor:
+        """Returns `exchange_tokens`, but places of images and sounds stay, because the model fills them in order."""
+        others = exchange_tokens(ids, where)
+        if ids.is_floating_point() or not self.held:
+            return others
+        held = torch.tensor(self.held, device=ids.device)
+        return torch.where(torch.isin(ids, held) | torch.isin(others, held), ids, others)
 
     def cut(self, sequences: int, length: int) -> TokenBatch:
         """Returns the first sequences, and of each the first tokens; arguments of the ids' shapes are cut alike.
@@ -244,12 +254,22 @@ def as_batch(batch: Any, device: torch.device | None, model: nn.Module | None = 
         named |= decoder_ids_of(model, named)
         form = form_of_mapping(named, model)
         labels = named.pop(str(form.labels)) if form.apart else named.get(str(form.labels))
-        return TokenBatch((), named, form.ids, batch, form.decoder, labels)
+        return TokenBatch((), named, form.ids, batch, form.decoder, labels, list_placeholders(model))
     parts = tuple(map(move, batch if isinstance(batch, (tuple, list)) else (batch,)))
     form = form_of_parts(parts, model) if model is not None else Form(0)
     at = form.labels if isinstance(form.labels, int) else None
     labels = None if at is None else parts[at]
     return TokenBatch(parts[:at] if form.apart else parts, {}, form.ids, batch, form.decoder, labels)
+
+
+PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech|media|eoi|boi).*_token_(id|index)$")
+
+
+def list_placeholders(model: nn.Module | None) -> tuple[int, ...]:
+    """The ids of tokens that stand for images, sounds or videos, by the entries of the configuration."""
+    config: Any = getattr(model, "config", None)
+    entries = vars(config).items() if hasattr(config, "__dict__") else ()
+    return tuple(sorted({value for name, value in entries if PLACEHOLDER.search(name) and type(value) is int}))
 
 
 def with_decoder_ids(batch: TokenBatch, model: nn.Module) -> TokenBatch:

@@ -7,6 +7,8 @@ from torch import nn
 
 import regard
 from regard.health import examine
+from regard.health.progress import Budget
+from regard.health.tokens.text import as_batch
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,10 +77,56 @@ def tiny(name):
         ("cpmant", "leak"),
         ("pop2piano", "tied_weights"),
         ("phimoe", "training_differs"),
+        ("step3p5", "settings_of_config"),  # a limit of infinity, which is what its configuration says
+        ("t5gemma", "tied_weights"),  # its head is the decoder's embedding
+        ("metaclip_2", "gradients"),  # no end token in the text, so that it pools the first, which sees itself
+        ("xclip", "sequences"),  # vectors of all pairs of a video and a text
+        ("cwm", "packing"),  # several end tokens
+        ("blip-2", "sequences"),  # as many places for its image as it has vectors
     ],
 )
 def test_tiny_models_that_are_sound(name, check):
     assert codes(run_check(check, *tiny(name))) == []
+
+
+def test_a_head_that_left_the_decoders_embedding_is_found():
+    model, batch = tiny("t5gemma")
+    model.lm_head.out_proj.weight = nn.Parameter(2.0 * model.lm_head.out_proj.weight.detach())
+    assert codes(run_check("tied_weights", model, batch)) == ["RG612"]
+
+
+def test_shares_of_a_batch_are_not_those_of_a_row_alone():
+    model, batch = tiny("videoprism")
+    assert "share of each sequence" in run_check("row_alone", model, batch)
+    assert codes(run_check("padding", model, batch)) == []
+
+
+def test_other_tokens_leave_the_places_of_an_image():
+    model, given = tiny("blip-2")
+    batch, place = as_batch(given, torch.device("cpu"), model), model.config.image_token_index
+    where = torch.ones_like(batch.ids, dtype=torch.bool)
+    changed = batch.exchange(batch.ids, where)
+    assert torch.equal(changed == place, batch.ids == place) and bool((batch.ids == place).any())
+    assert bool((changed != batch.ids)[batch.ids != place].float().mean() > 0.8)
+
+
+@pytest.mark.parametrize("forwards", [3, 9, 15])
+def test_a_check_that_time_cut_off_has_not_passed(forwards, monkeypatch):
+    """Forwards are refused, not finished, once the time is over: one check of a slow model took minutes."""
+    count = 0
+
+    def forward(module, given):
+        nonlocal count
+        count += 1
+
+    torch.manual_seed(0)
+    model, batch = two_towers("clip").text_model, dict(input_ids=ids(3, 20))
+    whole = regard.check(model, [batch], select="RG1,RG2").passed
+    monkeypatch.setattr(Budget, "is_spent", property(lambda self: count >= forwards))
+    model.register_forward_pre_hook(forward)
+    verdict = regard.check(model, [batch], select="RG1,RG2")
+    late = {one.code for one in verdict.skipped if "out of time" in one.reason}
+    assert count <= forwards + 3 and set(verdict.passed) < set(whole) and late >= set(whole) - set(verdict.passed)
 
 
 def test_a_leak_that_only_a_cache_brings_is_said_to_be_one():

@@ -53,7 +53,21 @@ def test_what_cannot_be_made_is_said():
 
 @pytest.mark.parametrize(
     "name",
-    ["clip", "siglip2", "blip-2", "esm", "videomae", "parakeet_ctc", "audio-spectrogram-transformer", "pix2struct"],
+    [
+        "clip",
+        "siglip2",
+        "blip-2",
+        "esm",
+        "videomae",
+        "parakeet_ctc",
+        "audio-spectrogram-transformer",
+        "pix2struct",
+        "sam2",
+        "detr",
+        "depth_anything",
+        "mimi",
+        "instructblip",
+    ],
 )
 def test_ways_to_shrink_and_inputs_are_tried_until_a_forward_runs(name):
     state = torch.get_rng_state()
@@ -65,6 +79,16 @@ def test_ways_to_shrink_and_inputs_are_tried_until_a_forward_runs(name):
     assert torch.equal(first, again) and first.shape == other.shape and not torch.equal(first, other)
 
 
+def test_a_voice_with_random_weights_says_a_text_in_little_time():
+    model, make = find_runnable(partial(make_config, "vits"))
+    with torch.no_grad():
+        assert model(**make()).waveform.shape[-1] < 10_000  # 256 a token
+
+
 def test_the_reason_of_what_does_not_run_is_that_of_the_first_way():
     with pytest.raises(NotBuilt, match="no configuration 'lama'"):
         find_runnable(partial(make_config, "lama"))
+    with pytest.raises(NotBuilt, match="has no attribute 'image_size'"):  # not that it has no ForMaskedLM
+        find_runnable(partial(make_config, "slanext"), ("ForMaskedLM", None))
+    with pytest.raises(NotBuilt, match="modeling_sam has no model for SamMaskDecoderConfig"):
+        find_runnable(partial(make_config, "sam_mask_decoder"), ("ForMaskedLM", None))

@@ -144,7 +144,9 @@ def train(
 def real_outputs(result: Any) -> list[Tensor]:
     """The main output, and what a forward returns beside it: pooled vectors, what towers return; if finite."""
     main = main_output(result)
-    parts = list(result.values() if isinstance(result, Mapping) else result if isinstance(result, (tuple, list)) else ())
+    parts = list(
+        result.values() if isinstance(result, Mapping) else result if isinstance(result, (tuple, list)) else ()
+    )
     parts += [x for tower in parts if isinstance(tower, Mapping) for x in tower.values()]
     others = [x for x in parts if isinstance(x, Tensor) and x.is_floating_point() and x is not main]
     return [main, *(x for x in others if bool(torch.isfinite(x).all()))]

@@ -116,7 +116,9 @@ def lengths_of(first: Tensor, second: Tensor) -> dict[str, Any]:
 def untold_documents(trial: Trial) -> list[Finding]:
     """Rows with an end of text inside, in batches where nothing tells documents apart."""
     ends = [getattr(one, "eos_token_id", None) for one in (getattr(trial.model, "config", None), trial.tokenizer)]
-    end = next((one for given in ends for one in (given if isinstance(given, list) else [given]) if one is not None), None)
+    end = next(
+        (one for given in ends for one in (given if isinstance(given, list) else [given]) if one is not None), None
+    )
     tokens = trial.tokens
     if end is None or tokens.has_decoder or "position_ids" in tokens.named or find_documents(tokens) is not None:
         return []

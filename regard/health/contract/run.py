@@ -104,7 +104,7 @@ def run_checks(
             stack.enter_context(preserved(trial.model))
             if has_runs:
                 stack.enter_context(trial.probe.active())
-                trial.probe.deadline = started + seconds
+                trial.probe.is_over = lambda: budget.is_spent
             for number, module in enumerate(wanted):
                 if progress is not None:
                     progress(module.RULES[0].code, number, len(wanted))
@@ -113,7 +113,7 @@ def run_checks(
                     continue
                 findings = _check(module, trial, result, findings, chosen)
             if has_runs:
-                trial.probe.deadline = float("inf")
+                trial.probe.is_over = None
             number = len(wanted)
             for rule, why in dict.fromkeys(trial.skipped):
                 is_raised = isinstance(why, Exception) and not isinstance(why, NotApplicable)

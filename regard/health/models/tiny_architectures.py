@@ -126,7 +126,8 @@ def shrink(default: Any, way: str = WAYS[0], is_inner: bool = False, **options: 
         if inner is not None and hasattr(inner, "to_dict"):
             changed[name] = shrink(inner, way, is_inner=True)
     _fit_layers(changed, default)
-    _fit_feature_maps(changed, default)
+    if is_inner:
+        _fit_feature_maps(changed, default)
     if "shallow" not in way:
         _fit_rotary(changed, default)
         patch = PATCHES.get(kind.model_type, {})
@@ -316,7 +317,7 @@ _GEMMA4 = dict(num_hidden_layers=2, layer_types=_FULL_AND_SLIDING, global_head_d
 _MAMBA2_HYBRID = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_expand=2)
 _SWIN = dict(depths=(2, 2), num_heads=(3, 6), embed_dim=24, image_size=32, window_size=4)  # 8 × 8, then 4 × 4 patches
 _SERIES = dict(prediction_length=8, context_length=24)
-_HIERA = (16, 32, 32, 32)  # widths of SAM 2's stages
+_HIERA = (16, 32, 48, 64)  # widths of SAM 2's stages, which pool where the width changes
 PATCHES: dict[str, dict[str, Any]] = {
     "sam2_hiera_det_model": dict(
         hidden_size=_HIERA[0], image_size=[64, 64], blocks_per_stage=[1, 1, 2, 1], embed_dim_per_stage=[*_HIERA],

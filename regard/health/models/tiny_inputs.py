@@ -21,7 +21,16 @@ BINS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "inp
         "feature_projection_input_dim", "num_mels", "mel_bins", "input_dim")  # fmt: skip
 SERIES = ("past_observed_mask", "past_time_features", "future_values", "future_time_features")
 TEXTS = ("bbox", "decoder_input_ids", "encoder_hidden_states")
-MORE = ((), ("pixel_values",), ("input_ids",), ("bbox",), IMAGES, SOUNDS, SERIES, (*IMAGES, *SOUNDS, *TEXTS))  # tried in this order
+MORE = (
+    (),
+    ("pixel_values",),
+    ("input_ids",),
+    ("bbox",),
+    IMAGES,
+    SOUNDS,
+    SERIES,
+    (*IMAGES, *SOUNDS, *TEXTS),
+)  # tried in this order
 LAYOUTS = 3  # of sounds and videos: see `Inputs`
 
 
@@ -207,7 +216,9 @@ class Inputs:
         channels = self._number("num_input_channels", "input_size", default=1)
         lags = max(getattr(self.config, "lags_sequence", None) or (0,))
         length = self._number("context_length", default=32) + lags
-        return self._noise(self.rows, length, *((channels,) if self.layout == 0 and not (lags and channels == 1) else ()))
+        return self._noise(
+            self.rows, length, *((channels,) if self.layout == 0 and not (lags and channels == 1) else ())
+        )
 
     def past_observed_mask(self) -> Tensor:
         return torch.ones_like(self.past_values())

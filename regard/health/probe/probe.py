@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ Transform = Callable[[Call, Key, Callable[[], Tensor]], Tensor]
 
 
 class OutOfTime(NotApplicable):
-    """Ends a check whose next forward would begin behind the deadline."""
+    """Ends a check whose next forward would begin after the time of all checks."""
 
 
 class StopForward(Exception):
@@ -61,8 +60,8 @@ class Probe:
         self._uses = UseCounter()
         self._transform: Transform | None = None
         self.extra: dict[str, Any] = {}  # keyword arguments of every forward
-        self.deadline = float("inf")  # of `time.perf_counter`, after which no forward begins
-        self.was_stopped = False  # by the deadline
+        self.is_over: Callable[[], bool] | None = None  # whether no forward may begin any more
+        self.was_stopped = False  # by that
         self._interception = Interception(model, swap=self._swap)
         self.modules, self.names = self._interception.modules, dict(self._interception.names)
         if part is not None and part is not model:
@@ -102,7 +101,7 @@ class Probe:
 
     def call(self, function: Callable[[], Any], transform: Transform | None = None) -> Any:
         """Returns function(), which runs the model, with `transform` on its calls."""
-        if time.perf_counter() > self.deadline:
+        if self.is_over is not None and self.is_over():
             self.was_stopped = True
             raise OutOfTime("out of time")
         self._uses.begin()

@@ -112,7 +112,9 @@ class Trial:
             return set(calls)
         ids = self.sample.targets
         try:
-            after = self.probe.capture(self.sample.with_targets(self.sample.exchange(ids, torch.ones_like(ids).bool())))[1]
+            after = self.probe.capture(
+                self.sample.with_targets(self.sample.exchange(ids, torch.ones_like(ids).bool()))
+            )[1]
         except Exception:  # places of images among the tokens: the text holds the images
             return set(calls)
         return {key for key, one in calls.items() if key not in after or not torch.equal(one.q, after[key].q)}

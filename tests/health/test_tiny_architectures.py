@@ -65,8 +65,6 @@ def test_what_cannot_be_made_is_said():
         "sam2",
         "detr",
         "depth_anything",
-        "mimi",
-        "instructblip",
     ],
 )
 def test_ways_to_shrink_and_inputs_are_tried_until_a_forward_runs(name):

@@ -262,7 +262,7 @@ def move_place(trial: Trial, run: Callable[[Tensor], Tensor], x: Tensor, axis: i
     """The other places whose output changes with one place of the input; none if a fourth or more do."""
     changed = x.movedim(axis, -1).clone(memory_format=torch.contiguous_format)
     places = changed[..., 0].numel()
-    at = places // part + 1
+    at = min(places // part + 1, places - 1)
     rows = changed.view(places, -1)
     noise = torch.randn(rows[at].shape, generator=torch.Generator().manual_seed(0))
     rows[at] += noise.to(x) * x.square().mean().sqrt()

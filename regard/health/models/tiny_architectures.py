@@ -118,11 +118,11 @@ def shrink(default: Any, way: str = WAYS[0], is_inner: bool = False, **options: 
     table = SIZES[:SHALLOW] if "shallow" in way else SIZES
     changed = {name: _shrink_field(name, value, given, table) for name, value in given.items()}
     for name in getattr(kind, "sub_configs", {}):
-        inner = getattr(default, name, None)
+        inner: Any = getattr(default, name, None)
         if getattr(inner, "model_type", None) == "timm_backbone":  # of another library
-            from transformers import ResNetConfig
+            from transformers import AutoConfig
 
-            inner = ResNetConfig(out_indices=list(inner.out_indices))
+            inner = AutoConfig.for_model("resnet", out_indices=list(inner.out_indices))
         if inner is not None and hasattr(inner, "to_dict"):
             changed[name] = shrink(inner, way, is_inner=True)
     _fit_layers(changed, default)

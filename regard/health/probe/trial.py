@@ -170,7 +170,10 @@ class Trial:
     def leaks(self) -> list[Leak]:
         """What later tokens change, from each of `PLACES` on."""
         self.require_rows()
-        return find_leaks(lambda batch: self.probe.run(batch), self.sample, self.captured[0])
+        found = find_leaks(lambda batch: self.probe.run(batch), self.sample, self.captured[0])
+        if not found:
+            raise NotApplicable("no place with text lies before another")
+        return found
 
     def require_causal(self) -> None:
         """Raises NotApplicable unless the model, as it is, hides later tokens."""

@@ -77,6 +77,7 @@ def test_ways_to_shrink_and_inputs_are_tried_until_a_forward_runs(name):
     assert torch.equal(first, again) and first.shape == other.shape and not torch.equal(first, other)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_a_voice_with_random_weights_says_a_text_in_little_time():
     model, make = find_runnable(partial(make_config, "vits"), attention=None)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from regard.health.checks.finding import Finding
 from regard.health.checks.rule import NotApplicable, NothingToCheck, Rule
 from regard.health.probe.probe import main_output, relative_change
 from regard.health.probe.trial import Trial
-from regard.health.tokens.text import TokenBatch, exchange_tokens
+from regard.health.tokens.text import TokenBatch
 
 INPUTS = Rule(
     "RG806", "inputs ignored", "the output depends on the input", "critical", needs="two rows that differ",
@@ -86,7 +86,7 @@ def check_encoder(trial: Trial, rule: Rule) -> list[Finding]:
         raise NothingToCheck("the model has no decoder that reads an encoder")
     trial.require_repeatable()
     everywhere = torch.ones_like(tokens.ids, dtype=torch.bool)
-    changed = trial.probe.run(tokens.with_ids(exchange_tokens(tokens.ids, everywhere)))
+    changed = trial.probe.run(tokens.with_ids(tokens.exchange(tokens.ids, everywhere)))
     amount = relative_change(trial.captured[0], changed)
     if amount > LEAST:
         return []

@@ -68,6 +68,8 @@ def check(trial: Trial) -> list[Finding]:
             found += part(trial)
         except NotApplicable as reason:
             reasons.append(str(reason))
+            if part is check_made:  # which alone says something of the neighbour
+                trial.skipped.append((NEIGHBOUR, reason))
     if len(reasons) == 3:
         raise NotApplicable(reasons[1])
     return list({finding.code: finding for finding in reversed(found)}.values())[::-1]

@@ -39,6 +39,12 @@ def has_bulk_copies(device: torch.device) -> bool:
 
 
 @cache
+def multiplies_from_shared_memory(device: torch.device) -> bool:
+    """True on compute capability 9.x to 11.x, whose matrix products read shared memory; others read registers."""
+    return torch.version.hip is None and 9 <= torch.cuda.get_device_capability(device)[0] <= 11
+
+
+@cache
 def has_tensor_memory(device: torch.device) -> bool:
     """True on compute capability 10.x, where products accumulate in a memory of their own, read back in copies."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 10
@@ -122,7 +128,7 @@ def supports_float64(device: torch.device) -> bool:
 def clear() -> None:
     """Forget every fact, so that a test may pretend to be another device."""
     facts = is_hopper, has_bulk_copies, has_tensor_memory, has_packed_maximum, shared_memory, sm_count, triton_version
-    for fact in facts:
+    for fact in (*facts, multiplies_from_shared_memory):
         fact.cache_clear()
 
 

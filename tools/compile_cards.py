@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import compile_kernels
+import torch
 import triton
 from kernel_calls import make_calls
 from triton.backends.compiler import GPUTarget
@@ -40,6 +41,21 @@ SAMPLE = (
     "entmax15 causal bfloat16 d64 n1024 no-statistics forward",
     "entmax15 causal bfloat16 d64 n1024 no-statistics backward",
     "softmax plain bfloat16 d64 decode statistics forward",
+    "softmax grouped bfloat16 d64 few statistics forward",
+    "entmax15 plain bfloat16 d128 few no-statistics forward",
+    "softmax causal bfloat16 d64 n1024 no-statistics keys",
+    "entmax15 causal bfloat16 d128 n1024 no-statistics keys",
+    "softmax mask bfloat16 d256 n1024 no-statistics keys",
+    "entmax15 causal float16 d80 n1024 no-statistics backward",
+    "softmax causal float16 d256 n1024 no-statistics backward",
+    "entmax15 causal float16 d256 n1024 no-statistics backward",
+    "softmax causal float16 d256 n1024 statistics forward",
+    "softmax causal float32 d64 n1024 no-statistics backward",
+    "softmax causal bfloat16 d80 n1024 no-statistics logits",
+    "softmax causal bfloat16 d128 n1024 no-statistics logits",
+    "softmax causal float16 d256 n1024 no-statistics logits",
+    "softmax causal float32 d128 n1024 no-statistics logits",
+    "softmax causal float32 d256 n1024 no-statistics logits",
 )
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -48,6 +64,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 def pretend(card: str) -> None:
     """Make this process believe in a card; kernels of Hopper's own are left out, so that the plain ones are seen."""
     from regard import _facts
+    from regard._backends.gpu.attention import config
 
     arch, memory, processors = CARDS[card]
     cuda = isinstance(arch, int)
@@ -57,6 +74,7 @@ def pretend(card: str) -> None:
             module.supports_gluon = _facts.supports_gluon
     compile_kernels.pretend_card(GPUTarget("cuda" if cuda else "hip", arch, 32 if cuda else 64), memory, processors)
     if not cuda:
+        torch.version.hip, config.SPLIT = "6.4", "bf16x6"
         stop_at_assembly()
 
 

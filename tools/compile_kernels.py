@@ -42,6 +42,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import regard
+from regard._backends.gpu import max_logits
 from regard._backends.gpu.attention import launch
 from regard._call.problem import Along, Problem
 from regard._core import execute
@@ -173,6 +174,9 @@ def compile_call(call: Call) -> tuple[set[str], list[str]]:
         read = ("received", "top_keys(8)") if call.direction == "keys" else call.stats
         options = {"normalizer": call.normalizer, "return_stats": read}
         try:
+            if call.direction == "logits":
+                max_logits.note_largest(q, k, v, call.option == "causal", 0.125, 0, draw(3 + h))
+                return set(compiled), list(errors)
             options |= OPTIONS[call.option](b, h, m, n)
             regard.attention(q, k, v, **options, backend="triton")
         except Exception as error:

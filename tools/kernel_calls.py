@@ -100,6 +100,7 @@ SIZES = {  # (batch entries, heads, queries, keys)
     "n4096": (2, 8, 4096, 4096),
     "n16384": (1, 16, 16384, 16384),
     "decode": (8, 8, 1, 4096),
+    "few": (8, 8, 32, 4096),
 }
 MAIN = ("entmax15", "sparsemax", "entmax(alpha=1.7)", "softmax", "sigmoid")
 OTHERS = ("softmax1", "relu", "softpick")
@@ -108,7 +109,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Call(NamedTuple):
-    """A call of `regard.attention`, and how it is differentiated; "keys": what keys get is read after it."""
+    """A call of `regard.attention`, and how it is differentiated; "keys": what keys get is read after it.
+
+    "logits": no call, but the kernel of its largest logits.
+    """
 
     normalizer: str
     option: str
@@ -151,7 +155,10 @@ def make_calls() -> list[Call]:
         (MAIN, ("plain", "lengths", "head-temperature"), (BF16,), (64,), ("decode",), (bare, measured)),
         (("softmax", "softmax1"), FEW, (BF16,), (64,), n, ((True, "backward"),)),
         (MAIN, masked, (BF16,), (64,), n, ((False, "tangent"),)),
-        (("softmax", "entmax15"), ("causal", "documents", "mask"), (BF16,), (64, 128), n, ((False, "keys"),)),
+        (("softmax", "entmax15"), ("causal", "documents", "mask"), (BF16,), (64, 128, 256), n, ((False, "keys"),)),
+        (("softmax", "entmax15"), ("plain",), (BF16,), (64, 128, 256), ("few",), (bare, measured)),
+        (("softmax",), ("grouped",), (BF16,), (64,), ("few",), (measured,)),
+        (("softmax",), ("causal",), (BF16, FP16, FP32), (24, 64, 80, 128, 256), n, ((False, "logits"),)),
     ]
     calls = (Call(*call, *kind) for part in parts for *call, kind in itertools.product(*part))
     return list(dict.fromkeys(call for call in calls if call.is_valid))

@@ -15,6 +15,7 @@ from inspect import getclosurevars, isfunction
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from regard._call.problem import Problem
 from regard._facts import remember
@@ -22,21 +23,22 @@ from regard._facts import remember
 MAX_KEYS = 4096  # of remembered launches
 MAX_ADDRESSES = 256  # of tensors whose encoded descriptor is kept
 _compiled: dict[tuple, Any] = {}
+_absent: dict[int, tuple] = {}
 
 
-def on_device_of(x: torch.Tensor) -> AbstractContextManager:
+def on_device_of(x: Tensor) -> AbstractContextManager:
     """Make x's GPU the current device, on which Triton launches whatever its arguments."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
 
 
-def launch_key(p: Problem, *_: torch.Tensor) -> Hashable:
+def launch_key(p: Problem, *_: Tensor) -> Hashable:
     """Return the device of a call's launches; None on a CPU, where nothing is compiled."""
     return tensor_key(p.q)
 
 
-def tensor_key(x: torch.Tensor, *_: torch.Tensor) -> Hashable:
+def tensor_key(x: Tensor, *_: Tensor) -> Hashable:
     """Return the device of launches with this tensor; None on a CPU."""
     return x.device if x.is_cuda else None
 
@@ -78,22 +80,35 @@ def _describe(arguments: tuple, add: Callable[[Hashable], None]) -> None:
             add(x)
         elif kind is int:
             add((x == 1) + 2 * (x % 16 == 0) + 4 * (-(2**31) <= x < 2**31))
-        elif isinstance(x, torch.Tensor):
+        elif kind is Tensor:
             add((x.dtype, x.data_ptr() % 16 == 0))
         elif isinstance(x, tuple):
-            add((kind, len(x)))
-            _describe(x, add)
+            if id(x) in _absent:
+                add(id(x))
+            else:
+                add((kind, len(x)))
+                _describe(x, add)
+        elif kind is float:
+            add(kind)
+        elif isinstance(x, Tensor):
+            add((x.dtype, x.data_ptr() % 16 == 0))
         elif _is_descriptor(x):
             add((kind, x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None)))
         else:
             add(kind)
 
 
+def mark_absent(x: Any) -> Any:
+    """Return a tuple without tensors that many calls share: `describe` knows it by its id, which stays its own."""
+    _absent[id(x)] = x
+    return x
+
+
 class Prepared(NamedTuple):
     """A compiled kernel with its grid: `start(*arguments)` launches it without Triton's bookkeeping."""
 
     start: Callable[..., None]
-    encoders: dict[int, Callable[[torch.Tensor], tuple]]  # of the arguments that are tensor descriptors, by position
+    encoders: dict[int, Callable[[Tensor], tuple]]  # of the arguments that are tensor descriptors, by position
 
 
 def prepare(compiled: Any, programs: int, arguments: tuple) -> Prepared:
@@ -132,7 +147,7 @@ def prepare(compiled: Any, programs: int, arguments: tuple) -> Prepared:
 
 
 def _is_descriptor(x: Any) -> bool:
-    return hasattr(x, "base") and isinstance(x.base, torch.Tensor)
+    return hasattr(x, "base") and isinstance(x.base, Tensor)
 
 
 def _find_launch_parts(run: Any) -> tuple[Callable, list] | None:
@@ -159,11 +174,11 @@ class _Encoder:
         self.descriptor.base = None  # the first call's tensor is not kept alive
         self.kept: dict[int, tuple] = {}
 
-    def __call__(self, tensor: torch.Tensor) -> tuple:
+    def __call__(self, tensor: Tensor) -> tuple:
         found = self.kept.get(tensor.data_ptr())
         return self.encode(tensor) if found is None else found
 
-    def encode(self, tensor: torch.Tensor) -> tuple:
+    def encode(self, tensor: Tensor) -> tuple:
         """Encode the descriptor of a tensor of the same shape and strides at a new address."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
@@ -185,7 +200,7 @@ def recorder() -> Any:
     return _state.recorder
 
 
-def call_by_address(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def call_by_address(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return call(x), a view that follows from the address of x: a replay calls it again, for its own x."""
     return call(x) if _state.recorder is None else _state.recorder.record_call(call, x)
 

@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from regard._backends.gpu.launcher import launch, on_device_of, tensor_key
+from regard._facts import has_large_shared_memory, has_tensor_memory
 
 WIDEST = 256
 FEW = 16  # rows of v, at least, that its mean norm takes, evenly spread
+SMALL = 16 * 1024  # bytes of a block of rows or keys where five have to fit 99 KiB, or float32 spills its registers
 
 
 def can_note(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> bool:
@@ -36,8 +38,7 @@ def note_largest(q: Tensor, k: Tensor, v: Tensor | None, causal: bool, scale: fl
     first = (queries - 1) % step
     count, batch = (queries - first + step - 1) // step, 1 if rows else batch
     wide = triton.next_power_of_2(max(16, width))
-    block = 16 if count <= 16 else 128 if wide <= 128 and q.element_size() == 2 else 64
-    tile = 128 if wide <= 128 and q.element_size() == 2 else 32 if wide > 128 else 64
+    block, tile, stages = choose_blocks(q, count, wide)
     per_head = triton.cdiv(count, block)
     given = q if v is None else v
     arguments = (
@@ -47,8 +48,20 @@ def note_largest(q: Tensor, k: Tensor, v: Tensor | None, causal: bool, scale: fl
     widen = q.dtype == torch.float32 or not q.is_cuda  # Triton's interpreter multiplies no bfloat16
     constants = widen, causal, v is not None, block, tile, width, wide, triton.next_power_of_2(given.shape[3]), FEW
     with on_device_of(q):
-        how = dict(num_warps=8 if block == 128 else 4, num_stages=3 if wide <= 128 else 2)
+        how = dict(num_warps=8 if block == 128 else 4, num_stages=stages)
         launch(tensor_key(q), raise_largest, batch * heads * per_head, arguments, constants, **how)
+
+
+def choose_blocks(q: Tensor, count: int, wide: int) -> tuple[int, int, int]:
+    """Return (rows, keys, stages) of a program that takes `count` rows of `wide` columns."""
+    half = wide <= 128 and q.element_size() == 2
+    block = 16 if count <= 16 else 128 if half else 64
+    tile, stages = 128 if half else 32 if wide > 128 else 64, 3 if wide <= 128 else 2
+    row = wide * q.element_size()
+    if q.is_cuda and (not has_large_shared_memory(q.device) or (row > 512 and has_tensor_memory(q.device))):
+        most = max(16, SMALL // row)
+        block, tile, stages = min(block, most), min(tile, most), 2
+    return block, tile, stages
 
 
 @triton.jit

@@ -145,7 +145,7 @@ def test_blocks_fit_into_shared_memory(monkeypatch, memory, capability, width):
         q = torch.empty(1, 1, 4096, width, device=device, dtype=torch.bfloat16)
         for name in ("forward_online", "forward_threshold", "backward_dq"):
             problem = Problem(q, q, q, normalizers.get("softmax"), 1.0)
-            m, n, _, how = config._choose_blocks(problem, name)
+            m, n, _, how = config._choose_blocks(problem, name, limits.can_bulk_copy(q))
             stages = max(how["num_stages"] - (capability < (9, 0)), 1)
             assert 2 * width * (2 * stages * n + m) <= memory, (name, m, n, stages)
 
@@ -154,16 +154,32 @@ def test_blocks_fit_into_shared_memory(monkeypatch, memory, capability, width):
 def test_statistics_beside_tensor_memory_take_smaller_blocks(monkeypatch, width):
     """What an H200 takes needs 238,624 bytes on an sm_100, whose limit is 232,448 (tools/compile_cards.py)."""
     monkeypatch.setattr(config, "has_large_shared_memory", lambda device: True)
-    monkeypatch.setattr(limits, "can_bulk_copy", lambda *tensors: True)
     found = []
     with FakeTensorMode():
         q = torch.empty(1, 1, 4096, width, device="cuda", dtype=torch.bfloat16)
         problem = Problem(q, q, q, normalizers.get("softmax"), 1.0, stats=("entropy",))
         for has_it in (False, True):
             monkeypatch.setattr(config, "has_tensor_memory", lambda device, has_it=has_it: has_it)
-            _, n, _, how = config._choose_blocks(problem, "forward_online")
+            _, n, _, how = config._choose_blocks(problem, "forward_online", True)
             found.append((n, how["num_stages"]))
     assert found == [(128, 3), (64, 2)]
+
+
+@pytest.mark.parametrize(("kernel", "width", "place"), [
+    ("forward_decode", 64, 0), ("top_keys", 64, 0), ("top_keys", 256, 0), ("backward_dkv", 256, 1)
+])  # fmt: skip
+def test_kernels_that_tensor_memory_cannot_serve_do_without(monkeypatch, kernel, width, place):
+    """With blocks of 64 rows they do not compile for sm_100 (tools/compile_cards.py): fewer rows leave it alone."""
+    monkeypatch.setattr(config, "shared_memory", lambda device: 232448)
+    monkeypatch.setattr(config, "has_large_shared_memory", lambda device: True)
+    with FakeTensorMode():
+        q, k = (torch.empty(1, heads, 32, width, device="cuda", dtype=torch.bfloat16) for heads in (4, 1))
+        problem = Problem(q, k, k, normalizers.get("softmax"), 1.0)
+        found = []
+        for has_it in (False, True):
+            monkeypatch.setattr(config, "has_tensor_memory", lambda device, has_it=has_it: has_it)
+            found.append(config._choose_blocks(problem, kernel, True)[place])
+    assert found == [64, 32]
 
 
 @pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
@@ -178,7 +194,7 @@ def test_threshold_maps_of_intervals_take_the_warps_that_compile(monkeypatch, na
         plain = Problem(q, q, q, normalizers.get(name), 1.0, **options)
         interval = torch.empty(3, 1, 2, 1024, device="cuda", dtype=torch.int32)
         ragged = dataclasses.replace(plain, interval=interval)
-        found = [config._choose_blocks(problem, "forward_threshold") for problem in (plain, ragged)]
+        found = [config._choose_blocks(problem, "forward_threshold", True) for problem in (plain, ragged)]
     tile = 128, 64, False
     assert found == [(*tile, dict(num_warps=number, num_stages=3)) for number in (4, warps)]
 

@@ -17,9 +17,10 @@ from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import limits, statistics
 from regard._backends.gpu.attention.forward import decode
 from regard._backends.gpu.attention.tiles import Config, Options, View
+from regard._backends.gpu.launcher import mark_absent
 from regard._call import philox
-from regard._call.problem import Problem
-from regard._facts import has_large_shared_memory, has_tensor_memory, shared_memory
+from regard._call.problem import Problem, tensors_of
+from regard._facts import has_large_shared_memory, has_tensor_memory, multiplies_from_shared_memory, remember, shared_memory
 
 # (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
 HALF = {
@@ -57,13 +58,25 @@ SINGLE = {  # (queries, keys, warps) of float32 for head dims up to 64, 128 and 
     "tangent": ((64, 32, 8), (16, 32, 4), (16, 16, 4)),
     "others": ((64, 32, 4), (32, 32, 4), (16, 16, 4)),
 }
+# Triton 3.6 compiles no scalar of products in tensor memory, and the sums of dk and dv of 256 columns exceed it: products
+# of fewer than 64 rows are kept in registers
+SCALARS, ALONE = ("forward_decode", "top_keys"), 32
 WIDE = 16, 16, 4, 1, False  # wider heads, and those of 256 where shared memory is small
+ROWS, MAX_CONFIGS = 64, 1024  # most rows of a head that blocks depend on; remembered configurations
+_configs: dict[tuple, tuple[Config, dict]] = {}
+SPLIT = "tf32x3" if torch.version.hip is None else "bf16x6"  # products of float32, in parts that the card multiplies
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
+
+
+NOTHING = mark_absent(View(None, None))
+for absent in Options._field_defaults.values():
+    if absent is not None:
+        mark_absent(absent)
 
 
 def view(tensor: torch.Tensor | None) -> View:
     """Return a tensor as a kernel argument; None gives a view without a pointer."""
-    return View(None, None) if tensor is None else View(tensor, tensor.stride())
+    return NOTHING if tensor is None else View(tensor, tensor.stride())
 
 
 def describe_blocks(tensor: torch.Tensor, rows: int, width: int, bulk: bool) -> TensorDescriptor | torch.Tensor:
@@ -151,14 +164,24 @@ def is_linear(p: Problem) -> bool:
 def config_of(p: Problem, kernel: str, others: tuple[torch.Tensor, ...] = (), **flags: bool) -> tuple[Config, dict]:
     """Return a kernel's compile-time constants and launch options; it reads `others` in blocks too.
 
-    flags: those of `Config` that have a default.
+    flags: those of `Config` that have a default. Remembered for all numbers of keys.
     """
+    q, k, bias = p.q, p.k, p.bias
+    readable = q.is_cuda and limits.can_bulk_copy(q, k, p.v, *others)
+    given = tuple([x is None for x in tensors_of(p)]), bias is None or has_key_bias(p), readable
+    rows = min(q.shape[2], ROWS), q.shape[1] // k.shape[1]
+    key = kernel, p.key, p.stats, q.device, q.dtype, q.shape[3], p.v.shape[3], rows, given, *flags.items()
+    found = _configs.get(key)
+    return found or remember(_configs, key, _make_config(p, kernel, readable, flags), MAX_CONFIGS)
+
+
+def _make_config(p: Problem, kernel: str, readable: bool, flags: dict[str, bool]) -> tuple[Config, dict]:
     forwards = kernel.startswith("forward")
     stats = p.stats if forwards else ()
     dense = p.relative is not None or (p.bias is not None and not has_key_bias(p))
     right = p.reach[1]
     d, e = p.q.shape[-1], p.v.shape[-1]
-    m, n, bulk, how = _choose_blocks(p, kernel, flags.get("THETA_GRAD", False), others)
+    m, n, bulk, how = _choose_blocks(p, kernel, readable, flags.get("THETA_GRAD", False))
     config = Config(
         F=bundle.of(p.choice),
         SCORE=bundle.of_score(p.score),
@@ -170,7 +193,7 @@ def config_of(p: Problem, kernel: str, others: tuple[torch.Tensor, ...] = (), **
         PACKED=kernel == "forward_decode",
         RAGGED=p.interval is not None or p.row_bias is not None,
         ACC=TYPES[p.accumulator],
-        PRECISION="tf32x3" if p.q.dtype == torch.float32 else "ieee",
+        PRECISION=SPLIT if p.q.dtype == torch.float32 else "ieee",
         WIDEN=p.q.dtype == torch.bfloat16 and not p.q.is_cuda,
         D=d,
         E=e,
@@ -185,11 +208,15 @@ def config_of(p: Problem, kernel: str, others: tuple[torch.Tensor, ...] = (), **
     return config, how
 
 
-def _choose_blocks(p: Problem, kernel: str, learns: bool = False, others: tuple = ()) -> tuple[int, int, bool, dict]:
-    """Return (queries, keys) per block, whether by bulk copies, and the launch options: the fastest on an H200."""
+def _choose_blocks(p: Problem, kernel: str, readable: bool, learns: bool = False) -> tuple[int, int, bool, dict]:
+    """Return (queries, keys) per block, whether by bulk copies, and the launch options: the fastest on an H200.
+
+    readable: bulk copies can read what the kernel reads in blocks. Of the number of rows nothing beyond `ROWS` counts.
+    """
     width = max(p.q.shape[-1], p.v.shape[-1])
     size = sum(width > most for most in (64, 128, 256))
     simple = p.choice.family == "ratio" and p.choice.exponential
+    half = p.q.is_cuda and p.q.element_size() == 2
     if not p.q.is_cuda or p.q.dtype == torch.float64:
         m, n, warps, stages, bulk = 16, 16, 4, 1, False
     elif kernel == "backward_rows":
@@ -220,7 +247,7 @@ def _choose_blocks(p: Problem, kernel: str, learns: bool = False, others: tuple 
         if kernel == "forward_threshold" and size == 0 and p.interval is not None:
             if p.left is p.bias is p.mask is None:
                 warps = 8  # with 4, Triton 3.6 does not compile it: "operand #0 does not dominate this use"
-        if bulk and not limits.can_bulk_copy(p.q, p.k, p.v, *others):
+        if bulk and not readable:
             m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")
         matrix = p.bias is not None and not has_key_bias(p)
@@ -230,8 +257,23 @@ def _choose_blocks(p: Problem, kernel: str, learns: bool = False, others: tuple 
         cut = any(x is not None for x in (p.interval, p.row_bias, p.bias, p.score))
         if kernel == "forward_online" and (p.mask is not None or (cut and p.stats)):
             n = min(n, 64)  # the loops over cut tiles take registers
-        if kernel == "forward_online" and p.stats and has_tensor_memory(p.q.device):
-            n, stages = min(n, 64), min(stages, 2)  # scores come back as copies in registers and shared memory
+        if kernel == "forward_online" and p.stats:
+            m, n, warps, stages = _fit_statistics(p.q.device, size, (m, n, warps, stages))
+        if kernel == "backward_dq" and threshold and not multiplies_from_shared_memory(p.q.device):
+            m = min(m, 64)  # two sums, beside what the products read
         if matrix or p.dropout_p > 0.0 or measured:
             m, n, warps, stages, bulk = min(m, 64), min(n, 32), 4, min(stages, 2), False  # more registers per score
+    sums = kernel == "backward_dkv" and size == 2
+    if half and (sums or kernel in SCALARS) and has_tensor_memory(p.q.device):
+        m, n = (m, min(n, ALONE)) if sums else (min(m, ALONE), n)
     return m, n, bulk, dict(num_warps=warps, num_stages=stages)
+
+
+def _fit_statistics(device: torch.device, size: int, blocks: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Return blocks whose sums of statistics fit registers beside scores from tensor memory, or what products read."""
+    m, n, warps, stages = blocks
+    if has_tensor_memory(device):
+        return m, min(n, 64), 8 if size == 2 else warps, min(stages, 2)
+    if size == 2 and not multiplies_from_shared_memory(device):
+        return min(m, 32), n, 8, stages
+    return blocks

@@ -6,7 +6,7 @@ import torch
 
 from regard._call import problem
 from regard._call.problem import Problem
-from regard._facts import has_bulk_copies, supports_gluon
+from regard._facts import multiplies_from_shared_memory, supports_gluon
 
 GLUON_TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -32,10 +32,15 @@ def find_layout_obstacle(*tensors: torch.Tensor) -> str | None:
 
 def is_bulk_readable(x: torch.Tensor) -> bool:
     """True if a tensor descriptor may describe x: contiguous columns, other strides and the address 16-byte aligned."""
-    steps = (x.element_size() * stride for stride in x.stride()[:-1])
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+    *steps, last = x.stride()
+    size, odd = x.element_size(), x.data_ptr()
+    for step in steps:
+        if step <= 0:
+            return False
+        odd |= step * size
+    return last == 1 and odd % 16 == 0
 
 
 def can_bulk_copy(*tensors: torch.Tensor) -> bool:
-    """True if the GPU has bulk copies and they can read all these tensors."""
-    return has_bulk_copies(tensors[0].device) and all(map(is_bulk_readable, tensors))
+    """True if bulk copies can read all these tensors, on a GPU whose products read what they copy."""
+    return multiplies_from_shared_memory(tensors[0].device) and all(map(is_bulk_readable, tensors))

@@ -104,7 +104,7 @@ def tangent_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         still, q, block.dq, block.dk, block.dk_blocks, block.factor, start, opt, C, EDGE
     )  # fmt: skip
     r = broadcast_rows(block.rows, False)
-    p, up, down, _ = weigh(y, visible, r, still.theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
+    p, up, down, _ = weigh(y, visible, r, still.theta, F, C.Z_IN_SHIFT, C.PRECISION != "ieee")
     if (block.dq.ptr is not None) or (block.dk.ptr is not None):
         values = key_loop.load_values(still, start, visible, opt, C, EDGE)
         if is_centred(C):

@@ -85,7 +85,7 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
         place = visibility.positions(b, h, i[:, None], opt), h
         y, visible = scores.compute_scores(x, b, h, i[:, None], j, j0 - i0, r.first, r.last, bias, place, opt, C, True)
         theta = tiles.column(tiles.load_theta(b, h, i, opt, C.ACC), opt)
-        p, up, down, power = slopes.weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
+        p, up, down, power = slopes.weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION != "ieee")
         if opt.seed is not None:
             kept = tiles.dropout_mask(b, h, i[:, None], j, opt, tiles.load_seed(opt))
             dp = tl.where(kept, dp * tiles.number(opt.keep_scale, C.ACC), 0.0)

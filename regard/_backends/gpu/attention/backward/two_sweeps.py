@@ -62,7 +62,7 @@ def dq_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     keys, x, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)
     place = key_loop.place_of(block, C)
     r, theta = broadcast_rows(rows, False), tiles.column(block.theta, opt)
-    p, up, down, power = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
+    p, up, down, power = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION != "ieee")
     own = p
     if C.THETA_GRAD:  # before dp takes registers
         own = tl.where(visible, F.parameter_slope(p, theta), 0.0)
@@ -167,7 +167,7 @@ def weigh_queries(keys, q, q_blocks, state, b, h, j, j0, start, n, opt, C: tl.co
         bits = scores.load_bits(b, h, i, j, j0, opt, C.BN)
     ahead = j0 - start
     y, visible = scores.compute_scores(x, b, h, i, j, ahead, r.first, r.last, bias, place, opt, C, EDGE, bits)
-    weights = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
+    weights = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION != "ieee")
     return q_rows, x, y, visible, r, i, weights, place
 
 

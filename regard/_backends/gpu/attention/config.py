@@ -20,7 +20,13 @@ from regard._backends.gpu.attention.tiles import Config, Options, View
 from regard._backends.gpu.launcher import mark_absent
 from regard._call import philox
 from regard._call.problem import Problem, tensors_of
-from regard._facts import has_large_shared_memory, has_tensor_memory, multiplies_from_shared_memory, remember, shared_memory
+from regard._facts import (
+    has_large_shared_memory,
+    has_tensor_memory,
+    multiplies_from_shared_memory,
+    remember,
+    shared_memory,
+)
 
 # (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
 HALF = {
@@ -58,8 +64,8 @@ SINGLE = {  # (queries, keys, warps) of float32 for head dims up to 64, 128 and 
     "tangent": ((64, 32, 8), (16, 32, 4), (16, 16, 4)),
     "others": ((64, 32, 4), (32, 32, 4), (16, 16, 4)),
 }
-# Triton 3.6 compiles no scalar of products in tensor memory, and the sums of dk and dv of 256 columns exceed it: products
-# of fewer than 64 rows are kept in registers
+# Triton 3.6 compiles no scalar of products in tensor memory, and the sums of dk and dv of 256 columns exceed it:
+# products of fewer than 64 rows are kept in registers
 SCALARS, ALONE = ("forward_decode", "top_keys"), 32
 WIDE = 16, 16, 4, 1, False  # wider heads, and those of 256 where shared memory is small
 ROWS, MAX_CONFIGS = 64, 1024  # most rows of a head that blocks depend on; remembered configurations

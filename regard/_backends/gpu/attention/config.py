@@ -19,12 +19,11 @@ from regard._backends.gpu.attention.forward import decode
 from regard._backends.gpu.attention.tiles import Config, Options, View
 from regard._backends.gpu.launcher import mark_absent
 from regard._call import philox
-from regard._call.problem import Problem, tensors_of
+from regard._call.problem import Problem
 from regard._facts import (
     has_large_shared_memory,
     has_tensor_memory,
     multiplies_from_shared_memory,
-    remember,
     shared_memory,
 )
 
@@ -68,8 +67,6 @@ SINGLE = {  # (queries, keys, warps) of float32 for head dims up to 64, 128 and 
 # products of fewer than 64 rows are kept in registers
 SCALARS, ALONE = ("forward_decode", "top_keys"), 32
 WIDE = 16, 16, 4, 1, False  # wider heads, and those of 256 where shared memory is small
-ROWS, MAX_CONFIGS = 64, 1024  # most rows of a head that blocks depend on; remembered configurations
-_configs: dict[tuple, tuple[Config, dict]] = {}
 SPLIT = "tf32x3" if torch.version.hip is None else "bf16x6"  # products of float32, in parts that the card multiplies
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
 
@@ -170,18 +167,9 @@ def is_linear(p: Problem) -> bool:
 def config_of(p: Problem, kernel: str, others: tuple[torch.Tensor, ...] = (), **flags: bool) -> tuple[Config, dict]:
     """Return a kernel's compile-time constants and launch options; it reads `others` in blocks too.
 
-    flags: those of `Config` that have a default. Remembered for all numbers of keys.
+    flags: those of `Config` that have a default.
     """
-    q, k, bias = p.q, p.k, p.bias
-    readable = q.is_cuda and limits.can_bulk_copy(q, k, p.v, *others)
-    given = tuple([x is None for x in tensors_of(p)]), bias is None or has_key_bias(p), readable
-    rows = min(q.shape[2], ROWS), q.shape[1] // k.shape[1]
-    key = kernel, p.key, p.stats, q.device, q.dtype, q.shape[3], p.v.shape[3], rows, given, *flags.items()
-    found = _configs.get(key)
-    return found or remember(_configs, key, _make_config(p, kernel, readable, flags), MAX_CONFIGS)
-
-
-def _make_config(p: Problem, kernel: str, readable: bool, flags: dict[str, bool]) -> tuple[Config, dict]:
+    readable = p.q.is_cuda and limits.can_bulk_copy(p.q, p.k, p.v, *others)
     forwards = kernel.startswith("forward")
     stats = p.stats if forwards else ()
     dense = p.relative is not None or (p.bias is not None and not has_key_bias(p))
@@ -217,7 +205,7 @@ def _make_config(p: Problem, kernel: str, readable: bool, flags: dict[str, bool]
 def _choose_blocks(p: Problem, kernel: str, readable: bool, learns: bool = False) -> tuple[int, int, bool, dict]:
     """Return (queries, keys) per block, whether by bulk copies, and the launch options: the fastest on an H200.
 
-    readable: bulk copies can read what the kernel reads in blocks. Of the number of rows nothing beyond `ROWS` counts.
+    readable: bulk copies can read what the kernel reads in blocks.
     """
     width = max(p.q.shape[-1], p.v.shape[-1])
     size = sum(width > most for most in (64, 128, 256))

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from regard._backends.gpu.launcher import launch, on_device_of, tensor_key
-from regard._facts import has_large_shared_memory, has_tensor_memory
+from regard._facts import has_large_shared_memory
 
 WIDEST = 256
 FEW = 16  # rows of v, at least, that its mean norm takes, evenly spread
@@ -58,7 +58,7 @@ def choose_blocks(q: Tensor, count: int, wide: int) -> tuple[int, int, int]:
     block = 16 if count <= 16 else 128 if half else 64
     tile, stages = 128 if half else 32 if wide > 128 else 64, 3 if wide <= 128 else 2
     row = wide * q.element_size()
-    if q.is_cuda and (not has_large_shared_memory(q.device) or (row > 512 and has_tensor_memory(q.device))):
+    if q.is_cuda and (row > 512 or not has_large_shared_memory(q.device)):
         most = max(16, SMALL // row)
         block, tile, stages = min(block, most), min(tile, most), 2
     return block, tile, stages

@@ -32,14 +32,12 @@ def test_what_it_leaves_to_attention():
         assert not max_logits.can_note(other_q, other_k, mask, scale)
 
 
-@pytest.mark.parametrize(("large", "has_it", "wanted"), [
-    (True, False, {(2, 128): (128, 128, 3), (2, 256): (64, 32, 2), (4, 64): (64, 64, 3), (4, 256): (64, 32, 2)}),
-    (True, True, {(2, 128): (128, 128, 3), (2, 256): (64, 32, 2), (4, 128): (64, 64, 3), (4, 256): (16, 16, 2)}),
-    (False, False, {(2, 128): (64, 64, 2), (2, 256): (32, 32, 2), (4, 64): (64, 64, 2), (4, 256): (16, 16, 2)}),
+@pytest.mark.parametrize(("large", "wanted"), [
+    (True, {(2, 128): (128, 128, 3), (2, 256): (64, 32, 2), (4, 128): (64, 64, 3), (4, 256): (16, 16, 2)}),
+    (False, {(2, 128): (64, 64, 2), (2, 256): (32, 32, 2), (4, 64): (64, 64, 2), (4, 256): (16, 16, 2)}),
 ])  # fmt: skip
-def test_blocks_follow_the_card(monkeypatch, large, has_it, wanted):
+def test_blocks_follow_the_card(monkeypatch, large, wanted):
     monkeypatch.setattr(max_logits, "has_large_shared_memory", lambda device: large)
-    monkeypatch.setattr(max_logits, "has_tensor_memory", lambda device: has_it)
     for (size, wide), blocks in wanted.items():
         q = SimpleNamespace(is_cuda=True, device=None, element_size=lambda size=size: size)
         assert max_logits.choose_blocks(q, 1000, wide) == blocks

@@ -116,4 +116,6 @@ def test_every_script_is_listed_tested_and_short():
         if name == "regard_tap.py":  # to be copied, not run: tests/health/test_dumps.py
             continue
         assert name in NOT_RUN or f'run("{name}"' in tests
-        assert len(lines) < 100 and any(f"python examples/{name}" in line for line in lines[:4])
+        assert len(lines) < (130 if name in NOT_RUN else 100) and any(
+            f"python examples/{name}" in line for line in lines[:4]
+        )

@@ -102,7 +102,8 @@ def test_curves_belong_to_their_statistic(ill):
 
 def test_a_change_ends_only_what_it_is_judged_by_again():
     """A what-if measures heads anew: it neither looks at a module's weights nor runs the model's checks."""
-    judged = {name: is_judged_again(getattr(checks, name).RULE.code) for name in ("collapsed", "diffuse", "dead")}
+    codes = {rule.kind: rule.code for module in checks.modules() for rule in module.RULES}
+    judged = {kind: is_judged_again(codes[kind]) for kind in ("collapsed", "diffuse", "dead")}
     assert judged == dict(collapsed=True, diffuse=True, dead=False) and not is_judged_again("RG802")
 
 

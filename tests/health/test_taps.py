@@ -1,6 +1,7 @@
 """Taps: what they read of calls of every shape, and what they leave as it was."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -91,6 +92,15 @@ def test_a_call_after_an_error_or_an_inner_module_is_booked_to_who_makes_it(mode
     assert taps.STATE.running == []  # torch ends what it computes anew by an error
     tapped.close()
     assert not any(module._forward_hooks or module._forward_hooks_always_called for module in model.modules())
+
+
+def test_taps_that_are_dropped_are_gone_at_once(model):
+    """What they fetch must not hold them: the next model's settings would be theirs until garbage is collected."""
+    tapped = taps.Taps(model, whole=True)
+    tapped.read()
+    gone = weakref.ref(tapped)
+    del tapped
+    assert gone() is None
 
 
 def test_compiled_models_that_are_not_watched_keep_their_graphs(model):

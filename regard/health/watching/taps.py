@@ -298,7 +298,7 @@ class Taps:
     def _take(self, name: str, module: nn.Module, seen: Tensor) -> Tensor | None:
         """Returns what one tensor holds and empties it; others who tap the module find it in `kept`."""
         if name not in self.shapes and hasattr(seen, "is_used"):
-            self._receive_shapes([name], seen[:2])
+            _receive_shapes(self.shapes, [name], seen[:2])
         if name not in self.shapes:
             return None
         new = torch.cat([seen[-1:], seen[FIRST - 1 : FIRST + self.shapes[name][0]]])
@@ -318,15 +318,10 @@ class Taps:
         for device in {x.device for x in unknown.values()}:
             names = [name for name, x in unknown.items() if x.device == device]
             numbers = torch.stack([unknown[name][:2] for name in names]).flatten()
-            self._copies.add(numbers, partial(self._receive_shapes, names))
+            self._copies.add(numbers, partial(_receive_shapes, self.shapes, names))
         self._copies.start()
         if not self.has_seen(wait=False):
             self._copies.finish()
-
-    def _receive_shapes(self, names: list[str], numbers: Tensor) -> None:
-        for name, (heads, width) in zip(names, numbers.view(-1, 2).tolist(), strict=True):
-            if heads:
-                self.shapes[name] = int(heads), int(width)
 
     def has_seen(self, wait: bool = True) -> bool:
         """True if a compiled graph ever made a call; waits for the device until one has."""
@@ -351,6 +346,13 @@ class Taps:
                 module._forward_hooks_always_called.pop(KEY, None)  # type: ignore[call-overload]
                 module.__dict__.pop("regard_logits", None)
         _update()
+
+
+def _receive_shapes(shapes: dict[str, tuple[int, int]], names: list[str], numbers: Tensor) -> None:
+    """Adds the heads and widths of modules that have made calls."""
+    for name, (heads, width) in zip(names, numbers.view(-1, 2).tolist(), strict=True):
+        if heads:
+            shapes[name] = int(heads), int(width)
 
 
 def _update() -> None:

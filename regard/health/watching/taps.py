@@ -331,7 +331,7 @@ class Taps:
 
     def __del__(self) -> None:
         if sys is not None and not sys.is_finalizing():
-            _update()
+            self.close()  # it is still in `_TAPPED` here
 
     def close(self) -> None:
         if self not in _TAPPED:

@@ -103,10 +103,13 @@ def test_taps_that_are_dropped_are_gone_at_once(model):
     assert gone() is None
 
 
-def test_compiled_models_that_are_not_watched_keep_their_graphs(model):
+def test_compiled_models_that_are_not_watched_keep_their_graphs(model, monkeypatch):
     """Every graph of the process was dropped, and torch's answer to side effects under a checkpoint stayed another."""
     from torch._dynamo import config
 
+    monkeypatch.setattr(taps, "_TAPPED", weakref.WeakSet())  # other tests' models may not be collected yet
+    monkeypatch.setattr(taps.STATE, "allowed", None)
+    monkeypatch.setattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", False)
     traced = []
 
     class Other(nn.Module):

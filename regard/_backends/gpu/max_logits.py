@@ -24,7 +24,7 @@ SMALL = 16 * 1024  # bytes of a block of rows or keys where five have to fit 99 
 def can_note(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> bool:
     """True if `note_largest` takes a call, q [B, H, M, D] with k [B, G, N, D]."""
     return mask is None and scale > 0.0 and q.dtype in (torch.bfloat16, torch.float16, torch.float32) and (
-        q.dtype == k.dtype and q.shape[-1] <= WIDEST and q.shape[1] % k.shape[1] == 0
+        q.dtype == k.dtype and q.shape[-1] <= WIDEST and q.shape[0] == k.shape[0] and q.shape[1] % k.shape[1] == 0
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def test_what_it_leaves_to_attention():
     assert max_logits.can_note(q, k, None, 1.0)
     for other_q, other_k, mask, scale in (
         (q, k, torch.ones(4, 4, dtype=torch.bool), 1.0), (q, k, None, -1.0), (q.double(), k.double(), None, 1.0),
-        (q, k.bfloat16(), None, 1.0), (q, k.expand(1, 2, 4, 8), None, 1.0),
+        (q, k.bfloat16(), None, 1.0), (q, k.expand(1, 2, 4, 8), None, 1.0), (q.expand(2, 3, 4, 8), k, None, 1.0),
     ):  # fmt: skip
         assert not max_logits.can_note(other_q, other_k, mask, scale)
 
